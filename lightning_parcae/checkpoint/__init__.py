@@ -1,0 +1,1 @@
+"""State on storage: layer files and a manifest that is written last."""

@@ -1,0 +1,286 @@
+"""The ``parcae`` command: run jobs, look at them, warn and stop them, read what they left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_parcae.errors import ParcaeError
+
+if TYPE_CHECKING:
+    from lightning_parcae.control.service import AdminClient
+    from lightning_parcae.faults import FaultScript
+
+_EXIT_CODES = """\
+exit codes: 0 finished, 1 the job failed (traceback shown), 2 wrong usage, 3 state lost and no checkpoint,
+            4 too few instances for too long, 5 refused (versions, script or secret differ), 130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        Its exit code.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except (ParcaeError, ValueError, OSError) as error:
+        print(f"parcae {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parcae",
+        description="Train with PyTorch Lightning on instances that come and go.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], summary: str, **more: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **more,
+        )
+        command.set_defaults(run=run)
+        return command
+
+    _add_run(add("run", _run, "run a script on local instances, with faults if you like", epilog=_EXIT_CODES))
+    _add_coordinator(add("coordinator", _coordinator, "run the membership service of a job in the foreground"))
+    command = add("status", _status, "show who is in a job and what it runs")
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    _add_connection(command)
+    command = add("preempt", _preempt, "give an instance notice, as a cloud does")
+    command.add_argument("--instance", required=True, metavar="NAME", help="whom, for example i2")
+    command.add_argument("--notice", type=_seconds, default=30.0, metavar="S", help="seconds of warning (default 30)")
+    _add_connection(command)
+    command = add("stop", _stop, "end a job after its current step")
+    command.add_argument("--now", action="store_true", help="do not finish the current step")
+    _add_connection(command)
+    command = add("report", _report, "tell from a run directory what happened: layouts, pauses, samples")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.add_argument("--samples", type=_count, metavar="N", help="samples in an epoch; counts what was left out")
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command = add("demo", _demo, "watch two models train through a kill, a stop, a notice and two joins (2-3 min)")
+    command.add_argument("--quick", action="store_true", help="half the steps")
+    command.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, timelines and records there")
+    command.add_argument("--model", choices=("digits", "chargpt", "both"), default="both")
+    command = add("doctor", _doctor, "check that this machine can run a job; say what to mend")
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="check that it can be written")
+    return parser
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.usage = "parcae run [-n N] [options] (SCRIPT | -m MODULE) [ARGUMENT...]"
+    command.add_argument("-n", "--num-instances", type=_count, metavar="N", help="instances to start (default 2)")
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="logs, timeline, records (default parcae_runs/JOB)")
+    command.add_argument("--job-id", metavar="JOB", help="name of the job (default: made up)")
+    command.add_argument(
+        "--failure-timeout", type=_positive_seconds, default=20.0, metavar="S",
+        help="an instance silent for so long counts as dead (default 20)",
+    )  # fmt: skip
+    command.add_argument("--restart", action="store_true", help="start a new instance for each one that dies")
+    faults = command.add_argument_group("faults")
+    faults.add_argument(
+        "--faults", type=Path, metavar="FILE", help="YAML or JSON: [{kill: i2, at_step: 12}, {add: 1, at_s: 30}]"
+    )
+    faults.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay an availability trace; -n limits the instances"
+    )
+    faults.add_argument(
+        "--time-scale", type=_positive_seconds, default=1.0, metavar="X", help="trace seconds per second"
+    )
+    faults.add_argument(
+        "--notice", type=_seconds, default=0.0, metavar="S", help="warn so long before a removal (default: kill)"
+    )
+    faults.add_argument("--fault-seed", type=int, default=0, metavar="SEED", help="who 'any' is")
+    what = command.add_argument_group("what to run")
+    what.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module and its arguments"
+    )
+    what.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script and its arguments")
+
+
+def _add_coordinator(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to listen (default: loopback)"
+    )
+    command.add_argument("--job-id", required=True, metavar="JOB")
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="timeline and state (default parcae_runs/JOB)")
+    command.add_argument("--expected", type=_count, metavar="N", help="wait for so many instances before the start")
+    command.add_argument("--failure-timeout", type=_positive_seconds, default=20.0, metavar="S")
+    command.epilog = (
+        "The job's secret comes from PARCAE_SECRET_FILE or PARCAE_SECRET. On loopback one is made if there is none."
+    )
+
+
+def _add_connection(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of a job on this machine")
+    command.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="else: its coordinator (default PARCAE_COORDINATOR), the secret being "
+        "in PARCAE_SECRET_FILE or PARCAE_SECRET",
+    )  # fmt: skip
+    command.add_argument("--job-id", metavar="JOB", help="with --coordinator: the job (default PARCAE_JOB_ID)")
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a script on local instances."""
+    from lightning_parcae.supervisor import Supervisor, make_job_id
+
+    words = list(options.script)
+    if options.module is not None:
+        words = ["-m", *options.module]
+    if not words or words == ["-m"]:
+        raise ValueError("what shall run? Give a script, or -m and a module: parcae run -n 4 train.py")
+    if words[0] != "-m" and not Path(words[0]).is_file():
+        raise ValueError(f"there is no script {words[0]}")
+    script, num_instances = _fault_script(options)
+    job_id = options.job_id or make_job_id()
+    supervisor = Supervisor(
+        [sys.executable, "-m", "lightning_parcae.run_script", *words],
+        num_instances=num_instances,
+        run_dir=options.run_dir or Path("parcae_runs") / job_id,
+        job_id=job_id,
+        script=script,
+        failure_timeout_s=options.failure_timeout,
+        restart=options.restart,
+    )
+    return supervisor.run()
+
+
+def _fault_script(options: argparse.Namespace) -> tuple[FaultScript, int]:
+    """Return the faults to inject, and how many instances to start with."""
+    from lightning_parcae.faults import FaultScript
+
+    num_instances: int = options.num_instances or 2
+    script = FaultScript(seed=options.fault_seed)
+    if options.trace is not None:
+        from lightning_parcae.availability.trace import AvailabilityTrace
+
+        script = FaultScript.from_trace(
+            AvailabilityTrace.read(options.trace),
+            time_scale=options.time_scale,
+            notice_s=options.notice,
+            max_instances=options.num_instances,
+            seed=options.fault_seed,
+        )
+        num_instances = len(script.initial_nodes)
+        if num_instances < 1:
+            raise ValueError(f"the trace {options.trace} begins without any instance")
+    if options.faults is not None:
+        script.events += FaultScript.from_file(options.faults, seed=options.fault_seed).events
+    return script, num_instances
+
+
+# -- coordinator ------------------------------------------------------------------------------------------------------
+
+
+def _coordinator(options: argparse.Namespace) -> int:
+    """Run the membership service in the foreground."""
+    raise NotImplementedError
+
+
+def _connect(options: argparse.Namespace) -> AdminClient:
+    """Connect to a job's coordinator."""
+    raise NotImplementedError
+
+
+def _status(options: argparse.Namespace) -> int:
+    """Show who is in a job."""
+    raise NotImplementedError
+
+
+def _preempt(options: argparse.Namespace) -> int:
+    """Give notice to an instance."""
+    _connect(options).preempt(options.instance, options.notice)
+    print(f"{options.instance} has {options.notice:g} s to leave")
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    """End a job."""
+    _connect(options).stop(graceful=not options.now)
+    print("the job stops")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    """Show what happened in a run."""
+    from lightning_parcae.report import RunReport
+
+    report = RunReport.read(options.run_dir, samples_per_epoch=options.samples)
+    if options.json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        report.show()
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """Run the demo."""
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise ValueError("the demo needs scikit-learn: pip install 'lightning-parcae[demo]'") from error
+    from lightning_parcae.demo import DEFAULT_STEPS, MODELS, run_demo
+
+    models = MODELS if options.model == "both" else (options.model,)
+    return run_demo(models, steps=DEFAULT_STEPS // 2 if options.quick else DEFAULT_STEPS, keep=options.keep)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Check this machine."""
+    from lightning_parcae.doctor import check_machine
+
+    return check_machine(options.run_dir)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """Return a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"wanted a number of at least 0, got {text!r}")
+    return value
+
+
+def _positive_seconds(text: str) -> float:
+    """Return a number of more than 0."""
+    value = _seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("wanted a number of more than 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Who is alive: messages, the coordinator and the agent as state machines, and the service around them."""

@@ -1,0 +1,1 @@
+"""The elastic pipeline: process groups, channels, stages, and the movement of their state."""

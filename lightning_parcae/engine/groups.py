@@ -1,0 +1,514 @@
+"""The communication groups of one generation: raw gloo process groups that can be abandoned and aborted.
+
+torch.distributed's default group is never used: Lightning broadcasts on it every batch and in its SIGTERM handler. A
+generation shares one gloo device; its groups are built in a daemon thread, so that the caller can leave a formation
+that will not end (an absent or stopped member) at once. Every failure is a :class:`GenerationBrokenError`: who died is
+for the coordinator to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parcae.engine import sockets
+from lightning_parcae.engine.sockets import Address, Endpoints, OpenSocket
+from lightning_parcae.errors import GenerationBrokenError
+from lightning_parcae.planning.layout import Layout
+
+log = logging.getLogger(__name__)
+
+SLOT_BYTES = 4096
+"""Payloads up to this size are gathered by one collective."""
+
+_LENGTH_BYTES = 8
+_BUCKET_BYTES = 8 << 20
+_BUCKETS_IN_FLIGHT = 2
+_POLL_S = 0.002
+_device_lock = threading.Lock()
+_client_lock = threading.Lock()
+
+
+def _split_address(address: str) -> Address:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f'a store address reads "host:port", got {address!r}')
+    return host.strip("[]"), int(port)
+
+
+class RendezvousStore:
+    """A TCPStore server of this process; the members of a generation meet at the one of rank 0's instance.
+
+    Args:
+        bind_host: The only address it listens on.
+
+    Attributes:
+        address: Where it listens, ``"host:port"``.
+    """
+
+    def __init__(self, bind_host: str = "127.0.0.1") -> None:
+        # TCPStore binds to every interface unless it is handed a listening socket.
+        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
+        listener = socket.create_server((bind_host, 0), family=family, backlog=512)
+        host, port = listener.getsockname()[:2]
+        self.address = f"{host}:{port}"
+        self._endpoints = Endpoints(local={(host, port)}, remote={(host, port)})
+        sockets.close_in_children(self._endpoints)
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            reachable,
+            port,
+            None,
+            True,
+            timedelta(seconds=30),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        """Stop the server; groups that are formed do not need it any more."""
+        self._store = None
+
+
+class Pending:
+    """A send or receive under way; it keeps its tensor alive."""
+
+    __slots__ = ("_generation", "_work", "tensor")
+
+    def __init__(self, generation: _Generation, work: Any, tensor: Tensor) -> None:
+        self._generation = generation
+        self._work = work
+        self.tensor = tensor
+
+    def wait(self) -> Tensor:
+        """Block until the tensor has left or arrived.
+
+        Raises:
+            GenerationBrokenError: If the communication failed or was aborted.
+        """
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._generation.broken(error) from error
+            self._work = None
+        return self.tensor
+
+
+class _Generation:
+    """What the groups of one generation share: the abort switch and the sockets behind it."""
+
+    def __init__(self, number: int, abort_event: threading.Event | None) -> None:
+        self.number = number
+        self.endpoints = Endpoints()
+        self.store_endpoints = Endpoints()  # apart: other generations may be connected to the same store
+        self.connections: list[OpenSocket] = []
+        self.is_aborted = False
+        self._abort_event = abort_event
+
+    def check(self) -> None:
+        if self.is_aborted or (self._abort_event is not None and self._abort_event.is_set()):
+            raise self.broken(None)
+
+    def broken(self, error: BaseException | None) -> GenerationBrokenError:
+        if self.is_aborted or (self._abort_event is not None and self._abort_event.is_set()):
+            return GenerationBrokenError(f"generation {self.number} was aborted")
+        return GenerationBrokenError(f"a communication of generation {self.number} failed: {error}")
+
+    def abort(self) -> int:
+        self.is_aborted = True
+        return sockets.shut_down(self.connections)
+
+
+class Group:
+    """Members of a generation that talk to each other.
+
+    Ranks, peers and sources are positions in this group. One thread at a time may use each direction to a peer.
+    """
+
+    def __init__(self, backend: Any, rank: int, size: int, generation: _Generation) -> None:
+        self.rank = rank
+        self.size = size
+        self._backend = backend
+        self._generation = generation
+        self._slots: list[Tensor] = []
+
+    def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
+        """Start to send a contiguous CPU tensor; do not write to it before ``wait()`` has returned."""
+        self._generation.check()
+        if tensor.numel() == 0:
+            return Pending(self._generation, None, tensor)
+        try:
+            return Pending(self._generation, self._backend.send([tensor], peer, tag), tensor)
+        except RuntimeError as error:
+            raise self._generation.broken(error) from error
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
+        """Start to receive into a contiguous CPU tensor; ``wait()`` returns it filled."""
+        self._generation.check()
+        if tensor.numel() == 0:
+            return Pending(self._generation, None, tensor)
+        try:
+            return Pending(self._generation, self._backend.recv([tensor], peer, tag), tensor)
+        except RuntimeError as error:
+            raise self._generation.broken(error) from error
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        """Send a contiguous CPU tensor; returns when the peer has posted its receive."""
+        self.isend(tensor, peer, tag).wait()
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        """Fill a contiguous CPU tensor with what the peer sends under ``tag``."""
+        self.irecv(tensor, peer, tag).wait()
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Gather everybody's payload, by rank.
+
+        One collective if nobody's payload is longer than :data:`SLOT_BYTES`, two otherwise.
+
+        Raises:
+            GenerationBrokenError: If the communication failed or was aborted.
+        """
+        self._generation.check()
+        if self.size == 1:
+            return [payload]
+        length = len(payload)
+        header = length.to_bytes(_LENGTH_BYTES, "little")
+        gathered = self._all_gather(header + payload[:SLOT_BYTES], _LENGTH_BYTES + SLOT_BYTES)
+        lengths = [int.from_bytes(item[:_LENGTH_BYTES], "little") for item in gathered]
+        if max(lengths) > SLOT_BYTES:
+            gathered = self._all_gather(payload, max(lengths))
+            return [item[:count] for item, count in zip(gathered, lengths, strict=True)]
+        return [item[_LENGTH_BYTES : _LENGTH_BYTES + count] for item, count in zip(gathered, lengths, strict=True)]
+
+    def _all_gather(self, payload: bytes, width: int) -> list[bytes]:
+        mine = torch.zeros(width, dtype=torch.uint8)
+        mine.numpy()[: len(payload)] = memoryview(payload)
+        everybodys = torch.empty(self.size, width, dtype=torch.uint8)
+        try:
+            self._backend.allgather([list(everybodys.unbind())], [mine]).wait()
+        except RuntimeError as error:
+            raise self._generation.broken(error) from error
+        return [row.numpy().tobytes() for row in everybodys.unbind()]
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        """Add up each tensor over the members, in place, with the same bits on each of them.
+
+        All members pass tensors of the same shapes and dtypes in the same order. Small ones travel together.
+
+        Raises:
+            GenerationBrokenError: If the communication failed or was aborted.
+        """
+        self._generation.check()
+        if self.size == 1:
+            return
+        running: list[tuple[list[Tensor], Tensor, Any]] = []
+        try:
+            for bucket in _buckets(tensors):
+                if len(running) == _BUCKETS_IN_FLIGHT:
+                    _scatter_back(*running.pop(0))
+                flat = _flatten(bucket)
+                running.append((bucket, flat, self._backend.allreduce([flat])))
+            for item in running:
+                _scatter_back(*item)
+        except RuntimeError as error:
+            raise self._generation.broken(error) from error
+
+    def _drop(self) -> None:
+        self._backend = None
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors of one dtype and device, in order, until a bucket is full."""
+    buckets: list[list[Tensor]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        tensor = tensor.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        size = tensor.numel() * tensor.element_size()
+        if size == 0:
+            continue
+        key = (tensor.dtype, tensor.device)
+        bucket, filled = filling.get(key, ([], 0))
+        if bucket and filled + size > _BUCKET_BYTES:
+            bucket, filled = [], 0
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(tensor)
+        filling[key] = (bucket, filled + size)
+    return buckets
+
+
+def _flatten(bucket: list[Tensor]) -> Tensor:
+    if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device.type == "cpu":
+        return bucket[0].view(-1)  # reduced where it lies
+    return torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu()
+
+
+def _scatter_back(bucket: list[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    if flat.data_ptr() == bucket[0].data_ptr():
+        return
+    offset = 0
+    for tensor in bucket:
+        tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+        offset += tensor.numel()
+
+
+class Groups:
+    """The groups that one instance is in during one generation.
+
+    Attributes:
+        generation: Number of the generation.
+        world: All members, by rank.
+        pipeline: The members of my pipeline, by stage; None if it has one stage or I have no place.
+        replicas: The members of my stage, by pipeline; None if there is one pipeline or I have no place.
+    """
+
+    def __init__(self, state: _Generation, world: Group, pipeline: Group | None, replicas: Group | None) -> None:
+        self.generation = state.number
+        self.world = world
+        self.pipeline = pipeline
+        self.replicas = replicas
+        self._state = state
+
+    @classmethod
+    def form(
+        cls,
+        layout: Layout,
+        me: str,
+        store_address: str,
+        bind_host: str = "127.0.0.1",
+        timeout_s: float = 30.0,
+        abort_event: threading.Event | None = None,
+        *,
+        op_timeout_s: float = 3600.0,
+        failure_timeout_s: float = 10.0,
+    ) -> Groups:
+        """Meet the other members of a generation.
+
+        Args:
+            layout: The generation's members and places; each generation number is formed once.
+            me: My name in ``layout.order``.
+            store_address: The store of rank 0's instance, ``"host:port"``.
+            bind_host: Local address that peers can reach me at.
+            timeout_s: Seconds until a formation with absent members is given up.
+            abort_event: Set by another thread to leave the formation at once. Operations look at it too before they
+                start, so an abort that arrives while the caller stores the result is not lost.
+            op_timeout_s: Seconds after which a blocked operation fails where sockets cannot be shut down.
+            failure_timeout_s: Seconds after which the kernel gives up on a vanished host.
+
+        Raises:
+            GenerationBrokenError: If the generation was not formed.
+        """
+        formation = _Formation(layout, me, store_address, bind_host, timeout_s, op_timeout_s, failure_timeout_s)
+        formation.state = _Generation(layout.generation, abort_event)
+        if len(layout.order) == 1:
+            return cls(formation.state, Group(None, 0, 1, formation.state), None, None)
+        # A daemon: gloo can wait for a peer's connection with nothing that would wake it before its timeout.
+        threading.Thread(target=formation.run, name=f"parcae-form-{layout.generation}", daemon=True).start()
+        deadline = time.monotonic() + timeout_s
+        reason = ""
+        while not formation.done.wait(_POLL_S):
+            if abort_event is not None and abort_event.is_set():
+                reason = "aborted"
+            elif time.monotonic() > deadline:
+                reason = f"not complete after {timeout_s:g} s; {formation.missing()}"
+            if reason:
+                break
+        groups, error = formation.take(abandon=bool(reason))
+        if groups is None:
+            raise GenerationBrokenError(
+                f"formation of generation {layout.generation} failed: {reason or error}"
+            ) from error
+        return groups
+
+    def abort(self) -> None:
+        """Release whatever is blocked on this generation, within milliseconds; may be called from any thread."""
+        count = self._state.abort()
+        log.debug("generation %d aborted, %d connections shut down", self.generation, count)
+
+    def close(self) -> None:
+        """Drop the groups; no operation may be running. Peers that still wait for us get an error."""
+        self._state.is_aborted = True
+        held = [group for group in (self.world, self.pipeline, self.replicas) if group is not None]
+        backends = [group._backend for group in held if group._backend is not None]
+        for group in held:
+            group._drop()
+        if not backends:
+            return
+        # gloo closes the pairs one after the other (10 ms each) unless they are shut down already.
+        sockets.shut_down(self._state.connections)
+        self._state.connections = []
+        # A collective that is still stuck would block the destructor until its timeout: never in the caller's thread.
+        dropper = threading.Thread(target=backends.clear, name="parcae-drop", daemon=True)
+        dropper.start()
+        dropper.join(0.5)
+
+
+class _Formation:
+    """Builds the groups of one generation in its own thread."""
+
+    state: _Generation
+
+    def __init__(
+        self,
+        layout: Layout,
+        me: str,
+        store_address: str,
+        bind_host: str,
+        timeout_s: float,
+        op_timeout_s: float,
+        failure_timeout_s: float,
+    ) -> None:
+        self.done = threading.Event()
+        self._layout = layout
+        self._me = me
+        self._store_address = _split_address(store_address)
+        self._bind_host = bind_host
+        self._timeout = timedelta(seconds=timeout_s)
+        self._op_timeout = timedelta(seconds=op_timeout_s)
+        self._failure_timeout_s = failure_timeout_s
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+        self._groups: Groups | None = None
+        self._error: Exception | None = None
+        self._store_sockets: list[OpenSocket] = []
+        self._present: set[int] = set()
+
+    def missing(self) -> str:
+        names = [name for rank, name in enumerate(self._layout.order) if rank not in self._present]
+        return f"missing: {', '.join(names)}" if names else "all members were present"
+
+    def take(self, *, abandon: bool) -> tuple[Groups | None, Exception | None]:
+        """Return the outcome; with ``abandon`` make the thread end as early as it can and drop what it builds."""
+        with self._lock:
+            groups, self._groups = self._groups, None
+            if not abandon:
+                return groups, self._error
+            self._is_abandoned = True
+        if groups is not None:
+            groups.close()
+        sockets.shut_down(self._store_sockets)
+        self.state.is_aborted = True
+        sockets.shut_down(sockets.connected(self.state.endpoints))
+        return None, self._error
+
+    def run(self) -> None:
+        try:
+            groups = self._form()
+            with self._lock:
+                is_wanted = not self._is_abandoned
+                if is_wanted:
+                    self._groups = groups
+            if not is_wanted:
+                groups.close()
+        except Exception as error:  # handed over to the thread that waits for the outcome
+            self._error = error.with_traceback(None)  # the frames would keep half-built groups alive
+        finally:
+            self.done.set()
+
+    def _form(self) -> Groups:
+        layout = self._layout
+        rank = layout.rank_of(self._me)
+        store = dist.PrefixStore(f"parcae/{layout.generation}", self._connect_store())
+        with _device_lock:
+            host = self._local_host()
+            device, address = sockets.make_with_listener(
+                lambda: dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+            )
+        endpoints = self.state.endpoints
+        sockets.close_in_children(endpoints)
+        if address is not None:
+            endpoints.local.add(address)
+        store.set(f"member/{rank}", "" if address is None else f"{address[0]}:{address[1]}")
+        self._meet(store, endpoints)
+
+        place = layout.place_of(self._me)
+        world = self._group("world", list(layout.order), store, device)
+        pipeline = replicas = None
+        if place is not None:
+            row = list(layout.grid[place[0]])
+            column = list(layout.replicas_of_stage(place[1]))
+            if len(row) > 1:
+                pipeline = self._group(f"pipeline/{place[0]}", row, store, device)
+            if len(column) > 1:
+                replicas = self._group(f"replicas/{place[1]}", column, store, device, threads=_BUCKETS_IN_FLIGHT)
+        self.state.connections = sockets.connected(endpoints)
+        if not self.state.connections:
+            log.warning(
+                "the connections of gloo cannot be found here; a hung peer is noticed only after %s", self._op_timeout
+            )
+        sockets.tune(self.state.connections, self._failure_timeout_s)
+        return Groups(self.state, world, pipeline, replicas)
+
+    def _connect_store(self) -> dist.TCPStore:
+        host, port = self._store_address
+
+        def connect() -> dist.TCPStore:
+            return dist.TCPStore(host, port, None, False, self._timeout, wait_for_workers=False)
+
+        # One at a time, so that a new connection to the store can only be ours. It is shut down when we are abandoned:
+        # a stopped server would hold this thread for ever.
+        if not _client_lock.acquire(timeout=1.0):
+            return connect()
+        try:
+            there = {str(item[4][0]) for item in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+            to_store = self.state.store_endpoints
+            to_store.remote = {(name, port) for name in there}
+            sockets.close_in_children(to_store)
+            before = set(sockets.connected(to_store))
+            store = connect()
+            self._store_sockets = [item for item in sockets.connected(to_store) if item not in before]
+            return store
+        finally:
+            _client_lock.release()
+
+    def _local_host(self) -> str:
+        if self._bind_host not in ("", "0.0.0.0", "::"):
+            return self._bind_host
+        # Peers must be told an address they can connect to: the one that faces the store.
+        family = socket.AF_INET6 if ":" in self._store_address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(self._store_address)
+            return str(probe.getsockname()[0])
+
+    def _meet(self, store: dist.Store, endpoints: Endpoints) -> None:
+        """Wait until every member has published its address.
+
+        Only then are groups built, so that an absent member holds nobody inside gloo.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = 0.001
+        for rank in range(len(self._layout.order)):
+            while not store.check([f"member/{rank}"]):
+                if self._is_abandoned or time.monotonic() > deadline:
+                    raise GenerationBrokenError(f"generation {self._layout.generation} was not completed in time")
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.01)
+            self._present.add(rank)
+            published = store.get(f"member/{rank}").decode()
+            if published and self._layout.order[rank] != self._me:
+                endpoints.remote.add(_split_address(published))
+
+    def _group(self, name: str, members: list[str], store: dist.Store, device: Any, threads: int = 1) -> Group:
+        if self._is_abandoned:
+            raise GenerationBrokenError(f"generation {self._layout.generation} was abandoned")
+        rank = members.index(self._me)
+        options = cast(Any, dist.ProcessGroupGloo)._Options()
+        options._devices = [device]
+        options._threads = threads
+        options._timeout = self._timeout
+        backend = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(members), options)
+        backend._set_default_timeout(self._op_timeout)
+        return Group(backend, rank, len(members), self.state)

@@ -1,0 +1,1 @@
+"""Warnings that an instance is about to be taken away."""

@@ -1,0 +1,342 @@
+"""How fast each configuration trains, and whether it fits into memory.
+
+A profile answers two questions, whatever is behind it: which configurations can run, and at how many samples per
+second. :class:`ThroughputProfile` is a table of measurements. :class:`ModelProfile` computes the answer from what was
+measured of single layers and links, and lets measured steps correct it.
+
+Symbols: ``D`` pipelines, ``P`` stages in each, ``m`` micro-batches of a global batch, ``q`` of the fullest pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_parcae.planning.parallel_config import ParallelConfig
+
+_FORMAT = "lightning_parcae/profile/1"
+
+
+class Profile(Protocol):
+    """What the optimizer asks of a profile."""
+
+    def configs(self, max_instances: int) -> tuple[ParallelConfig, ...]:
+        """Return every configuration that can run on at most so many instances, by ``D``, then ``P``."""
+        ...
+
+    def samples_per_s(self, config: ParallelConfig) -> float:
+        """Return the throughput of a configuration; 0 if it cannot run."""
+        ...
+
+
+def best_config(profile: Profile, num_instances: int) -> ParallelConfig | None:
+    """Return the fastest configuration for so many instances; of equally fast ones the one with the smallest ``D``."""
+    best, rate = None, 0.0
+    for config in profile.configs(num_instances):
+        if profile.samples_per_s(config) > rate:
+            best, rate = config, profile.samples_per_s(config)
+    return best
+
+
+@dataclass(frozen=True)
+class ThroughputProfile:
+    """Measured throughput by configuration; what was not measured cannot run.
+
+    Attributes:
+        name: Name of the model, for people.
+        rates: Samples per second of each configuration.
+    """
+
+    name: str
+    rates: Mapping[ParallelConfig, float]
+
+    def __post_init__(self) -> None:
+        for config, rate in self.rates.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"{self.name}: the throughput of {config} must be above 0 samples/s, got {rate}")
+
+    def configs(self, max_instances: int) -> tuple[ParallelConfig, ...]:
+        """See :class:`Profile`."""
+        return tuple(sorted(config for config in self.rates if config.num_instances <= max_instances))
+
+    def samples_per_s(self, config: ParallelConfig) -> float:
+        """See :class:`Profile`."""
+        return self.rates.get(config, 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as JSON values."""
+        rates = [[config.num_pipelines, config.num_stages, rate] for config, rate in sorted(self.rates.items())]
+        return {"format": _FORMAT, "kind": "table", "name": self.name, "samples_per_s": rates}
+
+    @classmethod
+    def from_reference(cls, data: Mapping[str, Any], model: str) -> ThroughputProfile:
+        """Read one model of the reference system's profiles (``data/parcae/profiles.json``).
+
+        Raises:
+            ValueError: If there is no such model.
+        """
+        if model not in data.get("models", {}):
+            raise ValueError(f"no model {model!r}; the file holds {', '.join(data.get('models', {})) or 'none'}")
+        rows = data["models"][model]["throughput"]
+        return cls(model, {ParallelConfig(row["dp"], row["pp"]): float(row["samples_per_s"]) for row in rows})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer costs, for one micro-batch.
+
+    Attributes:
+        forward_s: Seconds of its forward pass.
+        backward_s: Seconds of its backward pass, recompute not included.
+        update_s: Seconds of its optimizer step.
+        parameter_bytes: What its gradients take on the wire.
+        state_bytes: Parameters, buffers and optimizer state.
+        activation_bytes: What it keeps for its backward pass.
+        output_bytes: What it hands to the next layer.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float = 0.0
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Throughput and memory, computed from layers and links and corrected by measured steps.
+
+    Attributes:
+        name: Name of the model, for people.
+        layers: Cost of each layer.
+        num_samples: Samples of a global batch.
+        num_microbatches: Micro-batches ``m`` of a global batch.
+        link_bytes_per_s: Bandwidth between two instances.
+        link_latency_s: Time of an empty message.
+        memory_bytes: Memory of an instance; None means unlimited.
+        recompute: Whether activations are computed again in the backward pass.
+        min_stages: Fewest stages to consider.
+        max_pipelines: Most pipelines to consider; None means one per micro-batch.
+        step_s: Measured seconds per step; they replace the model, and correct it elsewhere.
+    """
+
+    name: str
+    layers: tuple[LayerCost, ...]
+    num_samples: int
+    num_microbatches: int
+    link_bytes_per_s: float = 1e9
+    link_latency_s: float = 1e-4
+    memory_bytes: float | None = None
+    recompute: bool = True
+    min_stages: int = 1
+    max_pipelines: int | None = None
+    step_s: Mapping[ParallelConfig, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layers or self.num_samples < 1 or self.num_microbatches < 1 or self.link_bytes_per_s <= 0:
+            raise ValueError(
+                f"{self.name}: needed are layers, samples, micro-batches and a bandwidth above 0, got "
+                f"{len(self.layers)}, {self.num_samples}, {self.num_microbatches} and {self.link_bytes_per_s:g}"
+            )
+
+    # --- what runs ----------------------------------------------------------------------------------------------------
+
+    def configs(self, max_instances: int) -> tuple[ParallelConfig, ...]:
+        """See :class:`Profile`."""
+        most = min(self.max_pipelines or self.num_microbatches, self.num_microbatches, max_instances)
+        grids = (
+            ParallelConfig(count, stages)
+            for count in range(1, most + 1)
+            for stages in range(self.min_stages, min(len(self.layers), max_instances // count) + 1)
+        )
+        return tuple(config for config in grids if self.fits(config))
+
+    def samples_per_s(self, config: ParallelConfig) -> float:
+        """See :class:`Profile`."""
+        if not self.fits(config):
+            return 0.0
+        return self.num_samples / self.step_time_s(config)
+
+    def fits(self, config: ParallelConfig) -> bool:
+        """Return whether a configuration has layers, micro-batches and memory enough."""
+        most = min(self.max_pipelines or self.num_microbatches, self.num_microbatches)
+        if not self.min_stages <= config.num_stages <= len(self.layers) or config.num_pipelines > most:
+            return False
+        return self.memory_bytes is None or self.stage_memory_bytes(config) <= self.memory_bytes
+
+    def stage_memory_bytes(self, config: ParallelConfig) -> float:
+        """Return the memory of the fullest stage: state, gradients and activations in flight."""
+        in_flight = math.ceil(self.num_microbatches / config.num_pipelines)
+        fullest = 0.0
+        for low, high in self._stages(config.num_stages):
+            layers = self.layers[low:high]
+            activations = sum(layer.activation_bytes for layer in layers)
+            if self.recompute:
+                kept = in_flight * (self.layers[low - 1].output_bytes if low else 0) + activations
+            else:
+                kept = in_flight * activations
+            state = sum(layer.state_bytes + layer.parameter_bytes for layer in layers)
+            fullest = max(fullest, state + kept)
+        return fullest
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def step_time_s(self, config: ParallelConfig) -> float:
+        """Return the seconds of a step: measured, or modelled and corrected by what was measured."""
+        measured = self.step_s.get(config)
+        return measured if measured is not None else self.modelled_step_s(config) * self.correction(config)
+
+    def modelled_step_s(self, config: ParallelConfig) -> float:
+        """Return the seconds of a step as the layers and links alone suggest.
+
+        The fullest pipeline passes ``q`` micro-batches through its stages, forward and then backward (GPipe): the
+        slowest stage works ``q`` times, the others are filled and drained once. Then gradients are reduced and the
+        optimizer steps, both as long as the largest stage takes.
+        """
+        rounds = math.ceil(self.num_microbatches / config.num_pipelines)
+        forward, backward, update, reduce_bytes, hops = [], [], [], [], 0.0
+        for low, high in self._stages(config.num_stages):
+            layers = self.layers[low:high]
+            forward.append(sum(layer.forward_s for layer in layers))
+            backward.append(sum(layer.backward_s for layer in layers) + (forward[-1] if self.recompute else 0.0))
+            update.append(sum(layer.update_s for layer in layers))
+            reduce_bytes.append(sum(layer.parameter_bytes for layer in layers))
+            if high < len(self.layers):
+                hops += 2 * (self.link_latency_s + self.layers[high - 1].output_bytes / self.link_bytes_per_s)
+        passes = sum(sum(stage) + (rounds - 1) * max(stage) for stage in (forward, backward))
+        share = 2.0 * (config.num_pipelines - 1) / config.num_pipelines
+        reduce = share * (max(reduce_bytes) / self.link_bytes_per_s + self.link_latency_s)
+        return max(passes + hops + reduce + max(update), 1e-9)
+
+    def correction(self, config: ParallelConfig) -> float:
+        """Return measured over modelled time, from the measured configurations, the nearest ones weighing most."""
+        weight = total = 0.0
+        for other, measured in self.step_s.items():
+            distance = math.log2(other.num_pipelines / config.num_pipelines) ** 2
+            distance += math.log2(other.num_stages / config.num_stages) ** 2
+            # A factor common to all (a slow kernel) is the usual error, so that distant ones count too.
+            near = 0.25 + math.exp(-distance)
+            weight += near
+            total += near * math.log(measured / self.modelled_step_s(other))
+        return math.exp(total / weight) if weight else 1.0
+
+    def with_step(self, config: ParallelConfig, seconds: float, *, weight: float = 1.0) -> ModelProfile:
+        """Return a profile that has seen a step of a configuration.
+
+        Args:
+            config: What ran.
+            seconds: Seconds of the step, above 0.
+            weight: Share of the new value in the mean with the old one, 0 to 1.
+
+        Raises:
+            ValueError: If the time or the weight makes no sense.
+        """
+        if not (math.isfinite(seconds) and seconds > 0 and 0 < weight <= 1):
+            raise ValueError(f"a step takes more than 0 s and weighs 0 to 1, got {seconds} and {weight}")
+        old = self.step_s.get(config, seconds)
+        return replace(self, step_s={**self.step_s, config: old + weight * (seconds - old)})
+
+    # --- stages -------------------------------------------------------------------------------------------------------
+
+    def boundaries(self, num_stages: int) -> tuple[int, ...]:
+        """Return the split into consecutive stages whose slowest one is fastest, length ``num_stages + 1``.
+
+        Raises:
+            ValueError: If there are more stages than layers.
+        """
+        if not 1 <= num_stages <= len(self.layers):
+            raise ValueError(f"{len(self.layers)} layers cannot make {num_stages} stages")
+        cuts = [len(self.layers)]
+        for stages in range(num_stages - 1, -1, -1):
+            cuts.append(int(self._cuts[stages, cuts[-1]]))
+        return tuple(reversed(cuts))
+
+    def _stages(self, num_stages: int) -> Iterable[tuple[int, int]]:
+        return pairwise(self.boundaries(num_stages))
+
+    @cached_property
+    def _cuts(self) -> NDArray[np.int64]:
+        """Where the last of ``s + 1`` stages over the first ``n`` layers begins, shape ``(L, L + 1)``."""
+        times = [layer.forward_s * (2 if self.recompute else 1) + layer.backward_s for layer in self.layers]
+        count = len(times)
+        prefix = np.concatenate([[0.0], np.cumsum(times)])
+        cuts = np.zeros((count, count + 1), dtype=np.int64)
+        best = prefix.copy()  # slowest stage of the best split of the first n layers, one stage
+        for stages in range(1, count):
+            slower = np.full(count + 1, np.inf)
+            for end in range(stages + 1, count + 1):
+                starts = np.arange(stages, end)
+                slowest = np.maximum(best[starts], prefix[end] - prefix[starts])
+                # Of equally good splits the one with the most even rest: take the latest start that is as good.
+                index = len(starts) - 1 - int(np.argmin(slowest[::-1]))
+                slower[end], cuts[stages, end] = slowest[index], starts[index]
+            best = slower
+        return cuts
+
+    # --- JSON ---------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as JSON values."""
+        steps = [[config.num_pipelines, config.num_stages, time] for config, time in sorted(self.step_s.items())]
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("layers", "step_s")}
+        layers = [asdict(layer) for layer in self.layers]
+        return {"format": _FORMAT, "kind": "model", **plain, "layers": layers, "step_s": steps}
+
+
+def profile_from_json(value: Mapping[str, Any]) -> ThroughputProfile | ModelProfile:
+    """Build a profile from ``to_json``'s values.
+
+    Raises:
+        ValueError: If the values are no profile; the message says what is missing or wrong.
+    """
+    if not isinstance(value, Mapping) or value.get("format") != _FORMAT:
+        found = value.get("format") if isinstance(value, Mapping) else type(value).__name__
+        raise ValueError(f"not a profile: the format should be {_FORMAT!r}, got {found!r}")
+    try:
+        if value["kind"] == "table":
+            rates = {ParallelConfig(int(d), int(p)): float(rate) for d, p, rate in value["samples_per_s"]}
+            return ThroughputProfile(str(value["name"]), rates)
+        fields = {key: item for key, item in value.items() if key not in ("format", "kind", "layers", "step_s")}
+        layers = tuple(LayerCost(**layer) for layer in value["layers"])
+        steps = {ParallelConfig(int(d), int(p)): float(time) for d, p, time in value["step_s"]}
+        return ModelProfile(layers=layers, step_s=steps, **fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a profile: {type(error).__name__}: {error}") from error
+
+
+def read_profile(path: str | Path, model: str | None = None) -> ThroughputProfile | ModelProfile:
+    """Read a profile file, ours or the reference system's.
+
+    Args:
+        path: A JSON file.
+        model: Which model of a reference file; may be left out if there is only one.
+
+    Raises:
+        ValueError: If the file is no profile; the message names it.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        if isinstance(value, dict) and isinstance(value.get("models"), dict):
+            names = list(value["models"])
+            if model is None and len(names) != 1:
+                raise ValueError(f"say which model: {', '.join(names)}")
+            return ThroughputProfile.from_reference(value, model if model is not None else names[0])
+        return profile_from_json(value)
+    except ValueError as error:  # JSONDecodeError is one
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,1 @@
+"""Which samples a pipeline reads, cut into global micro-batches. Pure."""

@@ -1,0 +1,969 @@
+"""The Lightning strategy: an adapter between ``Trainer`` and the elastic pipeline.
+
+It holds no algorithm. A batch is one operation of the members (:class:`~lightning_parcae.engine.session.Session`):
+forward, backward, reduction and vote all happen inside :meth:`ParcaeStrategy.training_step`, so that a batch broken by
+a death is done again as a whole; the gradients are attached in :meth:`ParcaeStrategy.backward`, after Lightning has
+zeroed the old ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_parcae import lightning_internals
+from lightning_parcae.batch_operation import BatchOperation, BatchResult
+from lightning_parcae.callback import ParcaeCallback
+from lightning_parcae.control.messages import CheckpointRef, Event, JobSpec
+from lightning_parcae.data import AbsentBatch, ElasticLoader, ReadPosition
+from lightning_parcae.engine.batch_norms import check_momentum
+from lightning_parcae.engine.groups import Groups
+from lightning_parcae.engine.partition import (
+    PipelinedSequential,
+    check_pipeline,
+    find_sequential,
+    fingerprint,
+    layer_costs,
+    parameter_bytes,
+    stage_boundaries,
+)
+from lightning_parcae.engine.session import JobOver, LeaveJob, RollbackRequired, Session, SoloSession
+from lightning_parcae.environment import ParcaeEnvironment
+from lightning_parcae.fallback import Fallback
+from lightning_parcae.launcher import InstanceLauncher, SupervisorLauncher
+from lightning_parcae.logged_values import to_tensor
+from lightning_parcae.membership import Membership, connect_membership
+from lightning_parcae.planning.layout import Layout
+from lightning_parcae.planning.policy import most_instances_table
+from lightning_parcae.sharding.ledger import CommitRecord
+from lightning_parcae.testing import reach, reached_step
+
+log = logging.getLogger(__name__)
+
+MAX_INSTANCES = 1024
+"""Layouts are planned for up to this many instances."""
+
+_UNSUPPORTED_CALLBACKS = {
+    "StochasticWeightAveraging": "it averages parameters that live on other instances",
+    "WeightAveraging": "it averages parameters that live on other instances",
+    "EMAWeightAveraging": "it averages parameters that live on other instances",
+    "ModelPruning": "it replaces parameters while stages hold them",
+    "BatchSizeFinder": "it changes the batch size, which is the global batch here",
+    "LearningRateFinder": "it runs and rewinds steps outside of the step protocol",
+}
+_UNSUPPORTED_OPTIMIZERS = ("LBFGS", "SparseAdam")
+
+
+class ParcaeStrategy(ParallelStrategy):
+    """Trains on instances that come and go.
+
+    The DataLoader's ``batch_size`` is the global batch, whatever the number of instances.
+
+    Args:
+        pipeline_module: Path of the ``nn.Sequential`` to pipeline, such as ``"net"``. Found by itself if the module
+            has exactly one.
+        micro_batch_size: Samples in each micro-batch. By default an eighth of the batch, rounded up.
+        num_stages: Fix the number of stages of each pipeline.
+        num_pipelines: Fix the number of data-parallel pipelines.
+        min_stages: Fewest stages; raise it if the model does not fit on one instance.
+        max_stages: Most stages; by default one for each layer.
+        devices_per_instance: Local devices of each instance; its stage is spread over them.
+        recompute: Drop activations and compute them again in backward: ``"never"``, ``"except_last"`` (all but the
+            last micro-batch) or ``"always"``.
+        batch_norm: What BatchNorm's running statistics are taken over: ``"deferred"`` (the whole batch) or
+            ``"micro_batch"``. Must be chosen if the pipeline holds BatchNorm.
+        balance: What stages are balanced by: ``"size"`` of the layers or measured ``"time"``.
+        loss_weight: Weight of a pipeline's loss, given its batch; by default its number of samples. Use the number of
+            tokens if the loss is a mean over tokens.
+        fallback_dir: Where checkpoints go that are used when state is lost: any fsspec URL. None: no fallback.
+        fallback_every_n_steps: Optimizer steps between them; one is also written at each epoch's end.
+        failure_timeout: Seconds without a sign of life after which an instance counts as gone. All other timeouts
+            derive from it.
+        min_instances_timeout: Seconds to wait with too few instances before the job ends; None: wait for ever.
+        max_step_failures: End the job when instances die in the same step this many times.
+        seed: Seed of data order and dropout; by default ``seed_everything``'s, else one drawn by the first instance.
+        coordinator: ``host:port`` of the coordinator; by default ``PARCAE_COORDINATOR``.
+        job_id: Name of the job; by default ``PARCAE_JOB_ID``.
+        run_dir: Where logs, timeline and records of the run go; by default ``PARCAE_RUN_DIR``.
+        bind_host: Address this instance serves state on. By default the loopback address, or the one that leads to
+            the coordinator.
+        commit_records: Write which samples each step has committed to ``<run_dir>/commits``.
+        accelerator: See Lightning.
+        checkpoint_io: See Lightning.
+        precision_plugin: See Lightning.
+
+    Raises:
+        ValueError: If an argument is out of range; the message names the range.
+    """
+
+    strategy_name = "parcae"
+    # no DistributedSampler and no collectives in self.log: the batch is cut and the logs are combined here
+    is_distributed = False
+
+    def __init__(
+        self,
+        pipeline_module: str | None = None,
+        micro_batch_size: int | None = None,
+        num_stages: int | None = None,
+        num_pipelines: int | None = None,
+        min_stages: int = 1,
+        max_stages: int | None = None,
+        devices_per_instance: int = 1,
+        recompute: Literal["never", "except_last", "always"] = "never",
+        batch_norm: Literal["deferred", "micro_batch"] | None = None,
+        balance: Literal["size", "time"] = "size",
+        loss_weight: Callable[[Any], float] | None = None,
+        fallback_dir: str | None = None,
+        fallback_every_n_steps: int = 100,
+        failure_timeout: float = 20.0,
+        min_instances_timeout: float | None = None,
+        max_step_failures: int = 3,
+        seed: int | None = None,
+        coordinator: str | None = None,
+        job_id: str | None = None,
+        run_dir: str | None = None,
+        bind_host: str | None = None,
+        commit_records: bool = False,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            cluster_environment=ParcaeEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        _check_range("micro_batch_size", micro_batch_size, 1)
+        _check_range("num_stages", num_stages, 1)
+        _check_range("num_pipelines", num_pipelines, 1)
+        _check_range("min_stages", min_stages, 1)
+        _check_range("max_stages", max_stages, min_stages)
+        _check_range("devices_per_instance", devices_per_instance, 1)
+        _check_range("fallback_every_n_steps", fallback_every_n_steps, 1)
+        _check_range("max_step_failures", max_step_failures, 1)
+        _check_choice("recompute", recompute, ("never", "except_last", "always"))
+        _check_choice("batch_norm", batch_norm, (None, "deferred", "micro_batch"))
+        _check_choice("balance", balance, ("size", "time"))
+        if failure_timeout < 1:
+            raise ValueError(f"failure_timeout must be at least 1 second, got {failure_timeout}")
+        if min_instances_timeout is not None and min_instances_timeout < failure_timeout:
+            raise ValueError(
+                f"min_instances_timeout ({min_instances_timeout} s) must not be below failure_timeout "
+                f"({failure_timeout} s): a death takes that long to be noticed"
+            )
+        if num_stages is not None and not min_stages <= num_stages <= (max_stages or num_stages):
+            raise ValueError(f"num_stages={num_stages} lies outside min_stages={min_stages} .. max_stages={max_stages}")
+        self.num_nodes = 1
+        self._pipeline_module = pipeline_module
+        self._micro_batch_size = micro_batch_size
+        self._num_stages = num_stages
+        self._num_pipelines = num_pipelines
+        self._min_stages = min_stages
+        self._max_stages = max_stages
+        self._devices_per_instance = devices_per_instance
+        self._recompute = recompute
+        self._batch_norm = batch_norm
+        self._balance = balance
+        self._loss_weight = loss_weight
+        self._fallback_dir = fallback_dir
+        self._fallback_every_n_steps = fallback_every_n_steps
+        self._failure_timeout_s = float(failure_timeout)
+        self._min_instances_timeout_s = min_instances_timeout
+        self._max_step_failures = max_step_failures
+        self._seed = seed
+        self._coordinator = coordinator or os.environ.get("PARCAE_COORDINATOR")
+        self._job_id = job_id or os.environ.get("PARCAE_JOB_ID") or "parcae"
+        self._run_dir = run_dir or os.environ.get("PARCAE_RUN_DIR")
+        self._bind_host = bind_host
+        self._commit_records = commit_records or os.environ.get("PARCAE_COMMIT_RECORDS") == "1"
+        # built in setup_environment and setup
+        self._membership: Membership | None = None
+        self._session: Session | SoloSession | None = None
+        self._pipeline_path = ""
+        self._operation: BatchOperation | None = None
+        self._fallback: Fallback | None = None
+        self._train_loader: ElasticLoader | None = None
+        self._in_fit = False
+        self._light_states = False
+        self._new_gradients: dict[nn.Parameter, Tensor] = {}
+        self._gathered: dict[int, Any] | None = None
+        self._gathered_generation = -1
+        self._num_broadcasts = 0
+        self._last_result: BatchResult | None = None
+        self._has_left = False
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+    # ------------------------------------------------------------------ devices and processes
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.local_devices[0]
+
+    @property
+    def local_devices(self) -> list[torch.device]:
+        """Devices of this instance."""
+        devices = list(self.parallel_devices or [torch.device("cpu")])
+        if devices[0].type == "cpu":
+            return [torch.device("cpu")] * self._devices_per_instance
+        if len(devices) <= self._devices_per_instance:
+            return devices
+        first = int(os.environ.get("PARCAE_LOCAL_INDEX", "0")) * self._devices_per_instance
+        mine = devices[first : first + self._devices_per_instance]
+        return mine or devices[: self._devices_per_instance]
+
+    @property
+    def num_local_instances(self) -> int:
+        """Instances to start on this machine when no coordinator is given."""
+        return max(1, len(self.parallel_devices or [0]) // self._devices_per_instance)
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._coordinator is None and self.num_local_instances > 1:
+            self._launcher = SupervisorLauncher(self)
+        else:
+            self._launcher = InstanceLauncher(self)
+
+    @property
+    def environment(self) -> ParcaeEnvironment:
+        """The cluster environment, which knows the ranks."""
+        assert isinstance(self.cluster_environment, ParcaeEnvironment)
+        return self.cluster_environment
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer of the connected module."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def session(self) -> Session | SoloSession:
+        """This instance's part in the job."""
+        assert self._session is not None
+        return self._session
+
+    @property
+    def job_id(self) -> str:
+        """Name of the job; two jobs never mix."""
+        return self._job_id
+
+    @property
+    def run_dir(self) -> str | None:
+        """Directory for the records of the run."""
+        return self._run_dir
+
+    @property
+    def failure_timeout_s(self) -> float:
+        """Seconds without a sign of life after which an instance counts as gone."""
+        return self._failure_timeout_s
+
+    # ------------------------------------------------------------------ start-up
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        trainer = self.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._coordinator is None:
+            self.environment.assign(0, 1)
+            return
+        if self._membership is None:
+            self._membership = connect_membership(
+                coordinator=self._coordinator,
+                job_id=self._job_id,
+                failure_timeout_s=self._failure_timeout_s,
+                bind_host=self._bind_host,
+            )
+            self._run_dir = self._run_dir or self._membership.welcome.run_dir
+            self.environment.assign_host_rank(self._membership.welcome.host_rank)
+            reach("set_up")
+        if fitting:
+            self.environment.assign(0 if self._membership.welcome.leader else ParcaeEnvironment.NO_RANK, 1)
+            self._membership.watch_signals()
+            self._agree_on_run(trainer)
+            if not self._membership.welcome.leader:
+                trainer.num_sanity_val_steps = 0  # a joiner must not hold up the others with what they have checked
+
+    def _agree_on_run(self, trainer: pl.Trainer) -> None:
+        """Let every instance use the log directories that the first one has chosen."""
+        assert self._membership is not None
+        for index, logger in enumerate(trainer.loggers):
+            if hasattr(logger, "_version"):
+                version = self._membership.agree(f"logger/{index}/version", logger.version)
+                logger._version = version
+
+    def _agree_on_seed(self) -> int:
+        given = self._seed if self._seed is not None else os.environ.get("PL_GLOBAL_SEED")
+        if given is None:
+            given = int.from_bytes(os.urandom(4), "little")
+        return int(given if self._membership is None else self._membership.agree("seed", int(given)))
+
+    def check_module(self, module: pl.LightningModule) -> None:
+        """Refuse what cannot be trained exactly, before anything is started.
+
+        Raises:
+            MisconfigurationException: With the reason and the change to make.
+        """
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(module).__name__} uses manual optimization, whose backward calls cannot be pipelined. "
+                "Remove `self.automatic_optimization = False` and return the loss from training_step"
+            )
+        for callback in module.trainer.callbacks if module._trainer is not None else ():  # type: ignore[attr-defined]
+            reason = _UNSUPPORTED_CALLBACKS.get(type(callback).__name__)
+            if reason is not None:
+                raise MisconfigurationException(
+                    f"the callback {type(callback).__name__} cannot be used with ParcaeStrategy: {reason}. Remove it"
+                )
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            raise MisconfigurationException(
+                "precision='16-mixed' scales the loss by a factor that all stages would have to agree on; "
+                "use precision='bf16-mixed' or '32-true'"
+            )
+        try:
+            path = find_sequential(module, self._pipeline_module)
+            check_pipeline(module, path, batch_norm=self._batch_norm)
+            check_momentum(list(module.get_submodule(path).children()))
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+        num_layers = len(module.get_submodule(path))  # type: ignore[arg-type]
+        fewest = self._num_stages or self._min_stages
+        if fewest > num_layers:
+            raise MisconfigurationException(
+                f"{fewest} stages need at least {fewest} layers, but {path} has {num_layers}; "
+                "lower num_stages or min_stages, or split the layers"
+            )
+        self._pipeline_path = path
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.check_module(module)
+        self._install_pipeline(module)
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        for optimizer in self.optimizers:
+            if type(optimizer).__name__ in _UNSUPPORTED_OPTIMIZERS:
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} cannot be used with ParcaeStrategy: it needs the whole model in one "
+                    "process. Use SGD, Adam, AdamW or another optimizer that updates each parameter by itself"
+                )
+        if len(self.optimizers) != 1:
+            raise MisconfigurationException(
+                f"ParcaeStrategy trains with one optimizer, but configure_optimizers returned {len(self.optimizers)}"
+            )
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self._seed = self._agree_on_seed()
+        self._begin_session(trainer)
+
+    def _install_pipeline(self, module: pl.LightningModule) -> None:
+        current = module.get_submodule(self._pipeline_path)
+        if isinstance(current, PipelinedSequential):
+            return
+        assert isinstance(current, nn.Sequential)
+        parent, _, name = self._pipeline_path.rpartition(".")
+        setattr(module.get_submodule(parent), name, PipelinedSequential(current))
+        transfer = module._on_before_batch_transfer
+
+        def skip_absent(batch: Any, dataloader_idx: int = 0) -> Any:
+            # the user's transfer hooks see real batches only
+            return batch if isinstance(batch, AbsentBatch) else transfer(batch, dataloader_idx=dataloader_idx)
+
+        module._on_before_batch_transfer = skip_absent  # type: ignore[method-assign]
+
+    @property
+    def pipelined(self) -> PipelinedSequential:
+        """The pipelined part of the user's module."""
+        assert self.lightning_module is not None
+        found = self.lightning_module.get_submodule(self._pipeline_path)
+        assert isinstance(found, PipelinedSequential)
+        return found
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Every layer, resident or not; see Host."""
+        return list(self.pipelined.children())
+
+    def _begin_session(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None and self._seed is not None
+        self._in_fit = True
+        if self._fallback is None and self._fallback_dir is not None:
+            self._fallback = Fallback(self._fallback_dir, every_n_steps=self._fallback_every_n_steps)
+            self._fallback.check_writable()
+        if self._operation is None:
+            self._operation = BatchOperation(
+                module,
+                self.pipelined,
+                seed=self._seed,
+                devices=self.local_devices,
+                recompute=self._recompute,
+                batch_norm=self._batch_norm,
+                loss_weight=self._loss_weight,
+            )
+        if self._membership is None:
+            solo = SoloSession(len(self.layers))
+            self._session = solo
+            self._operation.enter(solo.layout, None, "solo")
+        elif self._session is None:
+            self._session = Session(self._membership.endpoint, self._membership.agent, self)
+            self._membership.agent.on_urgent = self._session.on_urgent
+            self._session.hold_all()
+
+    # ------------------------------------------------------------------ what Lightning asks of all ranks
+
+    @property
+    def _is_member(self) -> bool:
+        """Whether this instance works with others right now."""
+        return isinstance(self._session, Session) and self._session.joined and self._in_fit
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        # nobody waits for an instance: the only meeting point is the vote. Data is prepared once on each host.
+        if name == "pre_setup" and self._membership is not None:
+            self._membership.wait_for_prepared_data(self.environment.local_rank())
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._membership is None:
+            return obj
+        if self._is_member:
+            assert isinstance(self._session, Session)
+            payloads = self._session.run(lambda: {"broadcast": obj}, lambda: None)
+            return payloads[src]["broadcast"]
+        if not self._in_fit and self.trainer.state.fn != TrainerFn.FITTING:
+            return obj
+        self._num_broadcasts += 1
+        return self._membership.agree(f"broadcast/{self._num_broadcasts}", obj)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor  # whatever Lightning reduces is the same on every member
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+        return decision  # taken from values that every member has
+
+    # ------------------------------------------------------------------ data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if not isinstance(dataloader, DataLoader):
+            raise MisconfigurationException(
+                f"ParcaeStrategy needs a torch DataLoader, got {type(dataloader).__name__}; without one it cannot tell "
+                "which samples a step has used"
+            )
+        trainer = self.trainer
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            return dataloader
+        training = trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == RunningStage.TRAINING
+        loader = ElasticLoader(
+            dataloader,
+            seed=self._seed_for_data(),
+            micro_batch_size=self._micro_batch_size,
+            position=self._read_position,
+            boundary=self._boundary if training else None,
+            is_training=training,
+        )
+        if training:
+            if trainer.fit_loop._combined_loader is None and self._train_loader is not None:
+                self._train_loader.close()
+            self._train_loader = loader
+        return loader
+
+    def _seed_for_data(self) -> int:
+        if self._seed is None:
+            self._seed = self._agree_on_seed()
+        return self._seed
+
+    def _read_position(self) -> ReadPosition | None:
+        """Say which part of each global batch this instance reads now."""
+        session = self._session
+        local = ReadPosition(version=0, num_pipelines=1, pipeline=0)
+        if not self._in_fit or session is None or self.trainer.sanity_checking:
+            return local
+        if isinstance(session, SoloSession):
+            return local
+        place = session.place
+        if place is None or place[1] != 0:
+            return None
+        assert session.layout is not None
+        return ReadPosition(
+            version=session.generation, num_pipelines=session.layout.config.num_pipelines, pipeline=place[0]
+        )
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, AbsentBatch):
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _prepare(self, batch: Any) -> Any:
+        """Treat a batch that was read again as Lightning's loop treats a fetched one."""
+        module = self.lightning_module
+        assert module is not None
+        batch = self.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch)
+
+    # ------------------------------------------------------------------ the step boundary
+
+    def _boundary(self, loader: ElasticLoader) -> None:
+        """Between two steps: meet changes of the membership, write the fallback checkpoint."""
+        session = self._session
+        if isinstance(session, SoloSession):
+            self._write_fallback(loader)
+            return
+        assert isinstance(session, Session)
+        self._train_loader = loader
+        reached_step(self.trainer.global_step)
+        reach("boundary")
+        try:
+            session.boundary(self._describe_job)
+            if session.stop_requested:
+                self._write_fallback(loader, reason="stopped")
+                raise LeaveJob("the job was asked to stop", code=130)
+            self._write_fallback(loader)
+        except JobOver:
+            self._leave_fit()
+            raise lightning_internals.ExitFitQuietly from None
+
+    def _describe_job(self) -> tuple[JobSpec, CheckpointRef | None]:
+        """Describe the job to the coordinator, after a throw-away step that makes the first real one fast."""
+        assert self._operation is not None and self._train_loader is not None and self.lightning_module is not None
+        sample = self._operation.warm_up(self._train_loader, self._prepare)
+        layers = self.layers
+        longest = min(self._max_stages or len(layers), len(layers))
+        costs = layer_costs(self.pipelined, sample if self._balance == "time" else None)
+        pipelines = self._train_loader.max_pipelines
+        table = most_instances_table(
+            num_layers=len(layers),
+            max_instances=min(MAX_INSTANCES, pipelines * longest),
+            max_pipelines=pipelines,
+            num_stages=self._num_stages,
+            num_pipelines=self._num_pipelines,
+            min_stages=self._min_stages,
+            max_stages=longest,
+        )
+        spec = JobSpec(
+            num_layers=len(layers),
+            layer_bytes=[3 * parameter_bytes(layer) for layer in layers],  # parameters and two moments
+            table=[None if entry is None else [entry.num_pipelines, entry.num_stages] for entry in table],
+            boundaries={stages: list(stage_boundaries(costs, stages)) for stages in range(1, longest + 1)},
+            fingerprint=fingerprint(
+                self.lightning_module,
+                self._pipeline_path,
+                [len(self._train_loader), self._micro_batch_size, self._seed],
+            ),
+            max_step_failures=self._max_step_failures,
+            min_instances_timeout_s=self._min_instances_timeout_s,
+            has_fallback=self._fallback is not None,
+        )
+        return spec, None if self._fallback is None else self._fallback.newest()
+
+    def _write_fallback(self, loader: ElasticLoader, reason: str = "interval") -> None:
+        if self._fallback is None or not self._fallback.is_due(self.trainer.global_step, loader.epoch, reason):
+            return
+        self._fallback.write(self, loader.epoch, reason)
+
+    # ------------------------------------------------------------------ Host: what a session needs of the trainer
+
+    def pack_trainer(self) -> Any:
+        """Return the trainer's state without the layers; see Host."""
+        self._light_states = True
+        try:
+            tree = lightning_internals.pack(self.trainer)
+        finally:
+            self._light_states = False
+        assert self._train_loader is not None
+        tree["loader"] = self._train_loader.state_dict()
+        tree["loggers"] = [getattr(logger, "_version", None) for logger in self.trainer.loggers]
+        return tree
+
+    def inject_trainer(self, tree: Any) -> None:
+        """Take over another instance's trainer state; see Host."""
+        assert self._train_loader is not None
+        for logger, version in zip(self.trainer.loggers, tree["loggers"]):
+            if version is not None:
+                logger._version = version  # type: ignore[attr-defined]
+        self._light_states = True
+        try:
+            lightning_internals.inject(self.trainer, tree)
+        finally:
+            self._light_states = False
+        self._train_loader.jump(tree["loader"])
+
+    def restore(self, checkpoint: CheckpointRef, layers: Sequence[int]) -> None:
+        """Take over the state of a checkpoint; see Host."""
+        assert self._fallback is not None
+        self._fallback.restore(self, checkpoint, layers)
+
+    def enter(self, layout: Layout, groups: Groups | None, reason: str, pause_s: float) -> None:
+        """Begin to work in a new generation; see Host."""
+        assert self._operation is not None and self._membership is not None
+        self._operation.enter(layout, groups, self._membership.endpoint.name)
+        was_zero = self.environment.global_rank() == 0
+        rank = layout.rank_of(self._membership.endpoint.name)
+        self.environment.assign(rank, len(layout.order))
+        if rank == 0 and not was_zero:
+            lightning_internals.take_over_rank_zero_files(self.trainer)
+        lightning_internals.take_over_progress_bar(self.trainer, is_rank_zero=rank == 0)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ParcaeCallback):
+                callback.on_generation(self.trainer, layout, reason, pause_s)
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, batch_idx = args[0], args[1]
+        operation, loader = self._operation, self._train_loader
+        assert operation is not None and loader is not None
+        result = operation.train(
+            self.session,
+            batch,
+            loader,
+            reread=lambda: self._prepare(loader.reread(self._read_position())),
+            step_args=(batch_idx, *args[2:]),
+            step_index=self.trainer.fit_loop.epoch_loop.total_batch_idx,
+            keep_gradients=batch_idx % self.trainer.accumulate_grad_batches != 0,
+            want_norms=uses_clipping(self.trainer) and not self.trainer.fit_loop._should_accumulate(),
+        )
+        reach("voted")
+        self._last_result = result
+        self._new_gradients = result.gradients
+        self._replay_logs(result)
+        self._after_commit(loader)
+        if result.extras:
+            return {"loss": result.loss, **result.extras}
+        return result.loss
+
+    def _replay_logs(self, result: BatchResult) -> None:
+        module = self.lightning_module
+        assert module is not None
+        for record in result.logs:
+            value: Any
+            if "metric" in record:
+                value = module.get_submodule(record["metric"])
+            else:
+                value = to_tensor(record, self.root_device)
+            module.log(record["name"], value, **record["options"])
+
+    def _after_commit(self, loader: ElasticLoader) -> None:
+        """Tell the coordinator how far the job is, and record what was used."""
+        plan = loader.current
+        step = self.trainer.global_step
+        if self._membership is not None:
+            agent = self._membership.agent
+            agent.step = step
+            if self.environment.global_rank() == 0:
+                self._membership.report_progress(step, plan.epoch, plan.batch, self.session.clock)
+        if self._commit_records and self._run_dir is not None:
+            name = "solo" if self._membership is None else self._membership.endpoint.name
+            path = Path(self._run_dir) / "commits" / f"{name}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            record = CommitRecord(
+                step=self.trainer.fit_loop.epoch_loop.total_batch_idx,
+                epoch=plan.epoch,
+                batch=plan.batch,
+                indices=tuple(plan.indices),
+            )
+            with path.open("a") as file:
+                file.write(record.to_json() + "\n")
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        reach("stepped")
+        return result
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        for parameter, gradient in self._new_gradients.items():
+            parameter.grad = gradient
+        self._new_gradients = {}
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all stages; see :meth:`BatchOperation.clip`."""
+        assert self._operation is not None and self._last_result is not None
+        self._operation.clip(self._last_result, float(clip_val))
+
+    def _evaluate(self, hook: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        module, operation = self.lightning_module, self._operation
+        assert module is not None
+        step = getattr(module, hook)
+        local = not self._in_fit or self.trainer.sanity_checking or operation is None
+        if local:
+            return step(*args, **kwargs)
+        assert operation is not None
+        loader = self._current_eval_loader(args, kwargs)
+        result = operation.evaluate(
+            self.session,
+            hook,
+            args[0],
+            loader,
+            reread=lambda: self._prepare(loader.reread(self._read_position())),
+            step_args=args[1:],
+            step_kwargs=kwargs,
+        )
+        self._replay_logs(result)
+        return result.extras.get("output")
+
+    def _current_eval_loader(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ElasticLoader:
+        loop = self.trainer.fit_loop.epoch_loop.val_loop
+        assert loop._combined_loader is not None
+        loader = loop._combined_loader.flattened[self._dataloader_idx(args)]
+        assert isinstance(loader, ElasticLoader)
+        return loader
+
+    @staticmethod
+    def _dataloader_idx(args: Sequence[Any]) -> int:
+        return int(args[2]) if len(args) > 2 else 0
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", args, kwargs)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        state = module.state_dict()
+        if self._light_states:
+            prefix = f"{self._pipeline_path}."
+            return {name: value for name, value in state.items() if not name.startswith(prefix)}
+        if not self._is_member:
+            return state
+        gathered = self._gather()
+        names = [name for name, _ in self.pipelined.named_children()]
+        for index, tree in gathered.items():
+            prefix = f"{self._pipeline_path}.{names[index]}."
+            for kind in ("parameters", "buffers"):
+                for name, value in tree[kind].items():
+                    if prefix + name in state:
+                        state[prefix + name] = value
+        return state
+
+    def _gather(self) -> dict[int, Any]:
+        """Collect on rank 0 the layers it does not hold; an operation of all members."""
+        session = self._session
+        assert isinstance(session, Session)
+        gathered: dict[int, Any] = {}
+
+        def attempt() -> dict[str, Any]:
+            reach("gather")
+            gathered.clear()
+            session.serve_layers()
+            missing = sorted(set(range(len(self.layers))) - session.resident)
+            if session.rank == 0 and missing:
+                gathered.update(session.fetch_layers(missing))
+            return {"gather": True}
+
+        session.run(attempt, lambda: None)
+        self._gathered, self._gathered_generation = gathered, session.generation
+        return gathered
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        state: dict[str, Any] = inner.state_dict()
+        if self._light_states:
+            return {"state": {}, "param_groups": state["param_groups"]}
+        if not self._is_member or self._gathered is None:
+            return state
+        position = {id(p): i for i, p in enumerate(p for group in inner.param_groups for p in group["params"])}
+        layers = self.layers
+        for index, tree in self._gathered.items():
+            by_name = dict(layers[index].named_parameters())
+            for name, entries in tree["optimizers"][0].items():
+                place = position.get(id(by_name[name]))
+                if place is not None and entries:
+                    state["state"][place] = entries
+        state["state"] = dict(sorted(state["state"].items()))
+        return state
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if not self._is_member:
+            if self.is_global_zero:
+                self._write_whole(checkpoint, filepath, storage_options)
+            return
+        session = self._session
+        assert isinstance(session, Session)
+        weights_only = "optimizer_states" not in checkpoint
+        box = [checkpoint]
+
+        def attempt() -> dict[str, Any]:
+            while self._gathered_generation != session.generation:
+                # the generation broke since the state was collected: rank 0 may be another instance now
+                box[0] = self.trainer._checkpoint_connector.dump_checkpoint(weights_only)
+            reach("save")
+            if session.rank == 0:
+                self._write_whole(box[0], filepath, storage_options)
+            return {"saved": str(filepath)}
+
+        session.run(attempt, lambda: None)
+        self._gathered = None
+
+    def _write_whole(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+        """Write a checkpoint so that a kill leaves the old file or the new one, never half of one."""
+        path = str(filepath)
+        if "://" in path:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        part = f"{path}.part"
+        self.checkpoint_io.save_checkpoint(checkpoint, part, storage_options=storage_options)
+        os.replace(part, path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._light_states:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+            return
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    # ------------------------------------------------------------------ the end
+
+    @override
+    def on_train_start(self) -> None:
+        if self._membership is not None:
+            self._membership.watch_signals()  # Lightning has installed its own handler since
+
+    @override
+    def on_train_end(self) -> None:
+        if isinstance(self._session, Session) and self._session.joined:
+            self._session.finish()
+        self._leave_fit()
+
+    def _leave_fit(self) -> None:
+        """Work alone from here on: every instance holds the whole model."""
+        self._in_fit = False
+        if self._operation is not None:
+            self._operation.leave()
+        if self._train_loader is not None:
+            self._train_loader.close()
+
+    def begin_again(self, reason: str) -> None:
+        """Prepare to enter ``fit`` again in this process after a rollback."""
+        log.warning("state was lost (%s): going back to the newest checkpoint", reason)
+        if self._operation is not None:
+            self._operation.leave()
+        if self._train_loader is not None:
+            self._train_loader.close()
+        assert isinstance(self._session, Session)
+        self._session.begin_again()
+        self._num_broadcasts = 0
+
+    def refuse_second_fit(self) -> None:
+        """Refuse to enter ``fit`` after this instance has left its job.
+
+        Raises:
+            MisconfigurationException: With the change to make.
+        """
+        if self._has_left:
+            raise MisconfigurationException(
+                "this job has ended with its first fit; a second one needs a job of its own. Use one script for each "
+                "fit, each with its own coordinator or `parcae run`"
+            )
+
+    def leave_job(self) -> None:
+        """Leave the membership after ``fit``; this process goes on by itself with the whole model."""
+        if self._membership is None:
+            return
+        assert isinstance(self._session, Session)
+        self._session.wait_for_spares()
+        self._session.close()
+        self._membership.close(goodbye=True)
+        self._membership = None
+        self._session = None
+        self._has_left = True
+
+    def record_event(self, name: str, fields: dict[str, Any]) -> None:
+        """Put an event into the job's timeline; rank 0's word counts."""
+        if self._membership is not None and self.is_global_zero:
+            self._membership.agent.send(Event(name=name, fields=fields))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this instance ends."""
+        if self._membership is not None and not isinstance(error, (LeaveJob, RollbackRequired)):
+            self._membership.report_failure(error, self.trainer.global_step)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.fail(exception)
+        self._in_fit = False
+        if self._operation is not None:
+            self._operation.leave()
+        if self._train_loader is not None:
+            self._train_loader.close()
+        if isinstance(self._session, Session):
+            self._session.close()
+        if self._membership is not None:
+            self._membership.close(goodbye=isinstance(exception, LeaveJob))
+
+    @override
+    def teardown(self) -> None:
+        if self._membership is not None:
+            self._membership.restore_signals()
+        super().teardown()
+
+
+def _check_range(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def uses_clipping(trainer: pl.Trainer) -> bool:
+    """Whether gradients may be clipped, so that their norms must travel in the vote."""
+    module = trainer.lightning_module
+    return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
+
