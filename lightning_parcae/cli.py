@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_parcae.errors import ParcaeError
+from lightning_parcae.job_files import JOB_FILE, write_job_file, write_secret
 
 if TYPE_CHECKING:
     from lightning_parcae.control.service import AdminClient
@@ -88,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(command: argparse.ArgumentParser) -> None:
     command.usage = "parcae run [-n N] [options] (SCRIPT | -m MODULE) [ARGUMENT...]"
     command.add_argument("-n", "--num-instances", type=_count, metavar="N", help="instances to start (default 2)")
-    command.add_argument("--run-dir", type=Path, metavar="DIR", help="logs, timeline, records (default parcae_runs/JOB)")
+    command.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="logs, timeline, records (default parcae_runs/JOB)"
+    )
     command.add_argument("--job-id", metavar="JOB", help="name of the job (default: made up)")
     command.add_argument(
         "--failure-timeout", type=_positive_seconds, default=20.0, metavar="S",
@@ -195,17 +199,110 @@ def _fault_script(options: argparse.Namespace) -> tuple[FaultScript, int]:
 
 def _coordinator(options: argparse.Namespace) -> int:
     """Run the membership service in the foreground."""
-    raise NotImplementedError
+    import asyncio
+    import logging
+
+    from lightning_parcae.control.transport import check_bind_host, load_secret, parse_address
+
+    host, _ = parse_address(options.bind)
+    run_dir = (options.run_dir or Path("parcae_runs") / options.job_id).absolute()
+    secret = load_secret(os.environ)
+    check_bind_host(host, secret)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    secret_path = None
+    if not secret:
+        secret_path = run_dir / "secret"
+        secret = write_secret(secret_path)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    try:
+        return asyncio.run(_serve(options, run_dir, secret, secret_path))
+    finally:
+        for path in (secret_path, run_dir / JOB_FILE):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+
+async def _serve(options: argparse.Namespace, run_dir: Path, secret: bytes, secret_path: Path | None) -> int:
+    """Run the service until its job is over, or a signal ends it."""
+    import asyncio
+    import signal
+
+    from lightning_parcae.control.service import Service
+    from lightning_parcae.control.transport import parse_address
+
+    service = Service(secret, options.job_id, options.failure_timeout, run_dir=run_dir, expected=options.expected)
+    address = await service.start(*parse_address(options.bind))
+    write_job_file(run_dir, options.job_id, address)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, service.end)
+    shown = secret_path or os.environ.get("PARCAE_SECRET_FILE") or "(a file with the same secret)"
+    print("set on each instance, then start the script there as usual:")
+    print(f"export PARCAE_COORDINATOR={_reachable(address)} PARCAE_JOB_ID={options.job_id}")
+    print(f"export PARCAE_SECRET_FILE={shown}", flush=True)
+    return await service.run()
+
+
+def _reachable(address: str) -> str:
+    """Return the address that others use for one that was bound."""
+    import socket
+
+    from lightning_parcae.control.transport import format_address, parse_address
+
+    host, port = parse_address(address)
+    return format_address(socket.gethostname() if host in ("0.0.0.0", "::") else host, port)
+
+
+# -- commands to a running job ----------------------------------------------------------------------------------------
 
 
 def _connect(options: argparse.Namespace) -> AdminClient:
     """Connect to a job's coordinator."""
-    raise NotImplementedError
+    from lightning_parcae.control.service import AdminClient
+    from lightning_parcae.control.transport import load_secret
+
+    environ: Mapping[str, str] = os.environ
+    if options.run_dir is not None:
+        path = options.run_dir / JOB_FILE
+        if not path.is_file():
+            raise ValueError(f"no job runs in {options.run_dir}; `parcae report {options.run_dir}` tells what happened")
+        job = json.loads(path.read_text(encoding="utf-8"))
+        secret_path = options.run_dir / "secret"
+        if secret_path.is_file():
+            environ = {"PARCAE_SECRET_FILE": str(secret_path)}
+        return AdminClient(job["coordinator"], load_secret(environ), job["job_id"])
+    address = options.coordinator or environ.get("PARCAE_COORDINATOR")
+    if not address:
+        raise ValueError("which job? Give --run-dir DIR on its machine, or --coordinator HOST:PORT")
+    job_id = options.job_id or environ.get("PARCAE_JOB_ID") or "parcae"
+    return AdminClient(address, load_secret(environ), job_id)
 
 
 def _status(options: argparse.Namespace) -> int:
     """Show who is in a job."""
-    raise NotImplementedError
+    status = _connect(options).status()
+    if options.json:
+        print(json.dumps(status, indent=2))
+        return 0
+    config, progress = status["config"], status["progress"]
+    layout = "no layout" if config is None else f"{config[0]}x{config[1]}"
+    step = "" if progress is None else f", step {progress['step']}, epoch {progress['epoch']}"
+    print(f"job {status['job_id']}: {status['phase']}, generation {status['generation']}, {layout}{step}")
+    print(status["message"])
+    for name, instance in status["instances"].items():
+        role = _role(name, instance, status)
+        print(f"  {name:8} {role:12} {instance['host']} pid {instance['pid']}, heard {instance['silent_s']:.1f} s ago")
+    return 0
+
+
+def _role(name: str, instance: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Return what an instance does, in one or two words."""
+    if instance["released"]:
+        return "leaves"
+    if instance["leaving"]:
+        return "has notice"
+    if name in status["active"]:
+        return "rank 0" if name == status["active"][0] else "active"
+    return "spare" if instance["ready"] else "warms up"
 
 
 def _preempt(options: argparse.Namespace) -> int:

@@ -239,8 +239,9 @@ def _check_samples(result: DemoResult, run_dir: Path, finished_steps: int) -> No
         result.broken.append(f"{len(ledger.commits)} batches were committed in {finished_steps} steps")
 
     committed: Counter[int | str] = Counter()
-    for record in ledger.commits.values():
-        committed.update(record.indices)
+    for of_step in ledger.commits.values():
+        for record in of_step.values():
+            committed.update(record.indices)
     reads = Ledger.from_files(sorted((run_dir / "reads").glob("*.jsonl"))).reads.get(None, Counter())
     unread = committed - reads
     result.num_reread = (reads - committed).total()

@@ -84,7 +84,7 @@ class RunReport:
             if line is not None:
                 lines.append((end - begin, line.level, line.text))
         ledger = Ledger.from_files(sorted((run_dir / "commits").glob("*.jsonl")))
-        used = {index for record in ledger.commits.values() for index in record.indices}
+        used = {index for of_step in ledger.commits.values() for record in of_step.values() for index in record.indices}
         epochs = ledger.report(used if samples_per_epoch is None else samples_per_epoch)
         return cls(run_dir, view, begin, end, tuple(lines), tuple(epochs))
 

@@ -53,6 +53,7 @@ from lightning_parcae.membership import Membership, connect_membership
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.policy import most_instances_table
 from lightning_parcae.sharding.ledger import CommitRecord
+from lightning_parcae.sharding.order import derive_seed
 from lightning_parcae.testing import reach, reached_step
 
 log = logging.getLogger(__name__)
@@ -491,17 +492,17 @@ class ParcaeStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.PREDICTING:
             return dataloader
         training = trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == RunningStage.TRAINING
+        if training and self._train_loader is not None and trainer.fit_loop._combined_loader is None:
+            self._train_loader.close()
         loader = ElasticLoader(
             dataloader,
-            seed=self._seed_for_data(),
+            seed=derive_seed(self._seed_for_data(), "train" if training else "evaluation"),
             micro_batch_size=self._micro_batch_size,
             position=self._read_position,
             boundary=self._boundary if training else None,
             is_training=training,
         )
         if training:
-            if trainer.fit_loop._combined_loader is None and self._train_loader is not None:
-                self._train_loader.close()
             self._train_loader = loader
         return loader
 
@@ -556,7 +557,7 @@ class ParcaeStrategy(ParallelStrategy):
             session.boundary(self._describe_job)
             if session.stop_requested:
                 self._write_fallback(loader, reason="stopped")
-                raise LeaveJob("the job was asked to stop", code=130)
+                raise LeaveJob("the job was asked to stop", session.stop_code)
             self._write_fallback(loader)
         except JobOver:
             self._leave_fit()
@@ -870,6 +871,12 @@ class ParcaeStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        loaders = self.trainer.fit_loop._combined_loader
+        if loaders is not None and len(loaders.flattened) > 1:
+            raise MisconfigurationException(
+                f"ParcaeStrategy trains on one DataLoader, but there are {len(loaders.flattened)}; join them into one "
+                "dataset, such as torch.utils.data.StackDataset or ConcatDataset"
+            )
         if self._membership is not None:
             self._membership.watch_signals()  # Lightning has installed its own handler since
 

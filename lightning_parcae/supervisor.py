@@ -28,6 +28,7 @@ from lightning_parcae.console import Console, LogFollower
 from lightning_parcae.control.service import AdminClient
 from lightning_parcae.errors import MembershipError, ParcaeError
 from lightning_parcae.faults import FaultEvent, FaultRun, FaultScript
+from lightning_parcae.job_files import JOB_FILE, write_job_file, write_secret
 from lightning_parcae.processes import ChildProcess, describe_exit
 from lightning_parcae.timeline import JobView
 
@@ -35,6 +36,7 @@ __all__ = ["ExitCode", "FaultScript", "InstanceRecord", "Supervisor"]
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.05
+_STEP_POLL_S = 0.05
 _START_TIMEOUT_S = 30.0
 _MAX_CRASHES = 3
 _RECORDS = ("timeline.jsonl", "processes.jsonl", "coordinator.log", "commits")
@@ -136,7 +138,8 @@ class Supervisor:
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._coordinator: ChildProcess | None = None
         self._admin: AdminClient | None = None
-        self._watcher: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._is_closing = threading.Event()
         self._address = ""
         self._secret_path = self.run_dir / "secret"
         self._nodes: dict[str, str] = {}
@@ -251,12 +254,8 @@ class Supervisor:
 
     def _start_coordinator(self) -> None:
         """Start the membership service, and watch its events."""
-        self._secret_path.unlink(missing_ok=True)  # of a supervisor that was killed
-        secret = secrets.token_hex(32)
-        descriptor = os.open(self._secret_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secret)
-        address_path = self.run_dir / "coordinator.address"
+        secret = write_secret(self._secret_path)
+        address_path = self.run_dir / "coordinator.address"  # written by the service as soon as it listens
         address_path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "lightning_parcae.control.service", "--bind", "127.0.0.1:0"]
         command += ["--job-id", self.job_id, "--run-dir", str(self.run_dir), "--expected", str(self.num_instances)]
@@ -270,9 +269,14 @@ class Supervisor:
                 raise ParcaeError(f"the coordinator did not start:\n{_last_lines(log_path)}")
             time.sleep(0.01)
         self._address = address_path.read_text(encoding="ascii").strip()
-        self._admin = AdminClient(self._address, secret.encode("ascii"), self.job_id)
-        self._watcher = threading.Thread(target=self._watch, name="parcae-watch", daemon=True)
-        self._watcher.start()
+        write_job_file(self.run_dir, self.job_id, self._address)
+        self._admin = AdminClient(self._address, secret, self.job_id)
+        threads = [threading.Thread(target=self._watch, name="parcae-watch", daemon=True)]
+        if any(event.at_step is not None for event in self.faults_left):
+            threads.append(threading.Thread(target=self._watch_steps, name="parcae-steps", daemon=True))
+        for thread in threads:
+            thread.start()
+        self._threads = threads
 
     def _watch(self) -> None:
         """Put the coordinator's events into the queue until it closes the stream; runs in a thread."""
@@ -283,6 +287,17 @@ class Supervisor:
         except (MembershipError, OSError) as error:
             _log.debug("the event stream ended: %s", error)
         self._events.put(None)
+
+    def _watch_steps(self) -> None:
+        """Put the newest step into the queue, for faults at a step; the timeline has one per second only."""
+        assert self._admin is not None
+        step = 0
+        while not self._is_closing.wait(_STEP_POLL_S) and any(event.at_step is not None for event in self.faults_left):
+            with contextlib.suppress(MembershipError, OSError):
+                progress = self._admin.status()["progress"]
+                if progress is not None and progress["step"] > step:
+                    step = progress["step"]
+                    self._events.put({"event": "progress", "step": step})
 
     def _start_instance(self, node: str | None = None) -> None:
         """Start one more instance under the next free name."""
@@ -540,6 +555,7 @@ class Supervisor:
 
     def _clean_up(self) -> None:
         """Leave no process, thread, port or secret behind."""
+        self._is_closing.set()
         for record in self.instances.values():
             record.process.reap()
         if self._coordinator is not None:
@@ -549,10 +565,10 @@ class Supervisor:
             self._coordinator.reap()
         if self._admin is not None:
             self._admin.close()
-        if self._watcher is not None:
-            self._watcher.join(5.0)
-        self._secret_path.unlink(missing_ok=True)
-        (self.run_dir / "coordinator.address").unlink(missing_ok=True)
+        for thread in self._threads:
+            thread.join(5.0)
+        for path in (self._secret_path, self.run_dir / "coordinator.address", self.run_dir / JOB_FILE):
+            path.unlink(missing_ok=True)
 
 
 def make_job_id() -> str:

@@ -73,7 +73,7 @@ from lightning_parcae.control.messages import (
     check_table,
     config_for,
 )
-from lightning_parcae.control.roster import Roster
+from lightning_parcae.control.roster import EXIT_REFUSED, Roster
 from lightning_parcae.control.startup_values import StartupValues
 from lightning_parcae.errors import MembershipError
 from lightning_parcae.planning.layout import Layout
@@ -88,6 +88,9 @@ PROGRESS_RECORD_EVERY_S = 1.0
 MIN_ACK_TIMEOUT_S = 10.0
 MIN_FORMATION_TIMEOUT_S = 30.0
 MIN_BYTES_PER_S = 20e6
+
+EXIT_STATE_LOST = 3
+EXIT_TOO_FEW_INSTANCES = 4
 
 
 @dataclass(slots=True)
@@ -150,12 +153,14 @@ class Coordinator:
         self._suspicion: _Suspicion | None = None
         self._started = False  # some generation was formed
         self._needs_checkpoint = False
+        self._interrupted = False  # a start broke, and those that wait have been interrupted
         self._waiting_since: float | None = None  # there are too few instances
         self._first_ready_at: float | None = None  # of those that wait for a generation
         self._failures = FailureCounts()
 
         self._stop: Stop | None = None
         self._over: Literal["done", "stopped"] | None = None
+        self._pulling: set[str] = set()  # spares that lack the final state
 
         self._handlers: dict[type[Any], Callable[[str, Any], None]] = {
             Heartbeat: self._on_heartbeat,
@@ -226,7 +231,7 @@ class Coordinator:
             if name in self._instances:
                 self._send(name, message)
 
-    def _record(self, event: str, **fields: Any) -> None:
+    def _record(self, event: str, /, **fields: Any) -> None:
         self._actions.append(Record(event, fields))
 
     def _say(self, text: str) -> None:
@@ -268,13 +273,21 @@ class Coordinator:
                 self._send(name, attempt.commit)
 
     def _dismiss(self, name: str) -> None:
-        """Tell an instance that the job is done."""
+        """Tell an instance that the job is done; whoever holds the final state stays until the spares have it."""
         instance = self._instances[name]
         if instance.ready is None:
             self._release(name, "the job is finished")
-        else:
+        elif not instance.finished or not self._pulling:
             holders = [other for other in self._instances if self._instances[other].finished]
             self._send(name, JobFinished(addresses=self._instances.addresses(holders), holders=holders))
+
+    def _has_pulled(self, name: str) -> None:
+        """Let the holders of the final state go when the last spare has it."""
+        if name in self._pulling:
+            self._pulling.discard(name)
+            for holder in self._instances if not self._pulling else ():
+                if self._instances[holder].finished:
+                    self._dismiss(holder)
 
     # Departures.
 
@@ -294,6 +307,7 @@ class Coordinator:
         """Take an instance out of the books, and react if the job needed it."""
         instance = self._instances.remove(name, reason)
         self._values.forget(name)
+        self._has_pulled(name)
         died = died and self._over is None
         self._record("died" if died else "left", instance=name, reason=reason, step=instance.step)
         if instance.finished:  # it took part in every vote; if the others miss it all the same, they will say so
@@ -352,7 +366,7 @@ class Coordinator:
         )
         self._record("refused", instance=name, reason=reason)
         self._say(f"refused {name}: {reason}")
-        self._send(name, Stop(graceful=False, reason=reason))
+        self._send(name, Stop(graceful=False, reason=reason, exit_code=EXIT_REFUSED))
         self._instances[name].released = True
 
     def _on_ack(self, name: str, message: Ack) -> None:
@@ -416,13 +430,18 @@ class Coordinator:
 
     def _on_failed(self, name: str, message: Failed) -> None:
         self._record("failed", instance=name, step=message.step, error=message.error, traceback=message.traceback)
-        if self._over is not None:
-            return
         reason = f"{name} failed at step {message.step}: {message.error}"
+        takes_part = name in self._active or (self._attempt is not None and name in self._attempt.order)
+        if self._started and not takes_part:
+            self._say(f"{reason}; it had no part in the job, which goes on")
+        if self._over is not None or (self._started and not takes_part):
+            return
         self._end(Stop(graceful=False, reason=reason, traceback=message.traceback or None), spare=name)
 
     def _on_finished(self, name: str, _: Finished) -> None:
-        if name in self._active or (self._attempt is not None and name in self._attempt.order):
+        if self._over == "done":
+            self._has_pulled(name)
+        elif name in self._active or (self._attempt is not None and name in self._attempt.order):
             self._instances[name].finished = True
             self._record("finished", instance=name)
 
@@ -565,7 +584,7 @@ class Coordinator:
                 f"waited {spec.min_instances_timeout_s:g} s for at least {smallest_start(self._table)} instances, but "
                 f"only {ready} are ready; add instances, or raise min_instances_timeout"
             )
-            self._end(Stop(graceful=False, reason=reason))
+            self._end(Stop(graceful=False, reason=reason, exit_code=EXIT_TOO_FEW_INSTANCES))
 
     # Progress of the machine.
 
@@ -577,6 +596,9 @@ class Coordinator:
                 self._finish()
             elif self._attempt is not None and self._attempt.is_forming:
                 self._try_complete(self._attempt)
+            elif self._attempt is not None and self._is_torn_down(self._attempt):
+                # The first to stop closed its connections while another still waited for the end of its last vote.
+                self._regroup(None, self._attempt.reason)
             elif self._attempt is not None:
                 self._try_commit(self._attempt)
             elif self._layout is None:
@@ -586,6 +608,10 @@ class Coordinator:
             if (self._generation, self.phase) == before:
                 break
         self._release_idle()
+
+    def _is_torn_down(self, attempt: Attempt) -> bool:
+        suspected = self._suspicion is not None and not attempt.urgent
+        return suspected and any(name in attempt.acks for name in self._active)
 
     def _release_idle(self) -> None:
         """Let instances with a notice go that have nothing to hand over."""
@@ -622,7 +648,8 @@ class Coordinator:
             expected = len(self._instances) if self._expected is None else max(self._expected, len(self._instances))
             self._wait(f"waiting: {len(ready)} of {expected} instances ready, starting with fewer soon")
         else:
-            self._prepare(f"{len(ready)} instances are ready", members=ready, joiners=ready)
+            reason = f"{len(ready)} instances are ready"
+            self._prepare(reason, members=ready, joiners=ready, urgent=self._interrupted)
 
     def _wait(self, text: str) -> None:
         since = self._now - self._waiting_since if self._waiting_since is not None else 0.0
@@ -687,7 +714,7 @@ class Coordinator:
     def _prepare_of(self, attempt: Attempt) -> Prepare:
         return Prepare(attempt.generation, attempt.urgent, list(attempt.members), attempt.reason)
 
-    def _regroup(self, cause: Cause, reason: str, *, lost: str | None = None) -> None:
+    def _regroup(self, cause: Cause | None, reason: str, *, lost: str | None = None) -> None:
         """Interrupt the living members of a generation that broke, or that was breaking already."""
         self._suspicion = None
         before = self._attempt
@@ -731,6 +758,10 @@ class Coordinator:
             return
         if attempt.rollback is not None:
             self._roll_back(attempt, standpoint, attempt.rollback)
+        elif self._layout is None and self._started and not self._needs_checkpoint:
+            self._roll_back(
+                attempt, standpoint, f"all instances that held the state of the job are gone ({attempt.reason})"
+            )
         elif self._layout is None:
             self._commit_start(attempt, standpoint)
         else:
@@ -766,7 +797,7 @@ class Coordinator:
                 "the state of the job was lost with the instances that held it, and there is no complete checkpoint to "
                 "go back to; set fallback_dir=... with a shorter interval, or use num_pipelines >= 2"
             )
-            self._end(Stop(graceful=False, reason=reason))
+            self._end(Stop(graceful=False, reason=reason, exit_code=EXIT_STATE_LOST))
             return
         plan = spec and decide_start(
             generation=attempt.generation,
@@ -777,7 +808,10 @@ class Coordinator:
         )
         if not plan:
             self._attempt = None  # too few are left: wait for more
+            self._interrupted = self._interrupted or attempt.urgent
             return
+        if attempt.urgent:  # none of them waits as a spare would
+            plan = replace(plan, layout=replace(plan.layout, order=_ranked(plan.layout.order, attempt.members)))
         order = list(plan.layout.order)
         commit = self._commit_of(attempt, standpoint, plan, fresh=order)
         if checkpoint is not None:
@@ -834,7 +868,7 @@ class Coordinator:
         if commit.checkpoint is not None and spec is not None:
             num_bytes = sum(spec.layer_bytes)
         attempt.commit = commit
-        self._suspicion = None
+        self._suspicion, self._interrupted = None, False
         attempt.deadline = (
             self._now + max(3 * self.failure_timeout_s, MIN_FORMATION_TIMEOUT_S) + num_bytes / MIN_BYTES_PER_S
         )
@@ -886,7 +920,7 @@ class Coordinator:
         """Send all back to the newest checkpoint; first stop those that do not take part yet."""
         if self._spec is None or not self._spec.has_fallback:
             advice = "set fallback_dir=... so that the job can go back to a checkpoint, or use num_pipelines >= 2"
-            self._end(Stop(graceful=False, reason=f"{reason}; {advice}"))
+            self._end(Stop(graceful=False, reason=f"{reason}; {advice}", exit_code=EXIT_STATE_LOST))
             return
         others = [name for name in self._spares() if name not in attempt.members]
         if others:
@@ -935,7 +969,7 @@ class Coordinator:
         why = f"all instances that held the state of the job are gone ({reason})"
         if self._spec is None or not self._spec.has_fallback:
             advice = "set fallback_dir=... so that the job can go back to a checkpoint"
-            self._end(Stop(graceful=False, reason=f"{why}; {advice}"))
+            self._end(Stop(graceful=False, reason=f"{why}; {advice}", exit_code=EXIT_STATE_LOST))
         elif spares:
             self._layout, self._active = None, []
             self._prepare(why, members=spares, joiners=spares, urgent=True, rollback=why)
@@ -954,6 +988,8 @@ class Coordinator:
         self._attempt = self._broken = self._suspicion = None
         self._record("done", generation=self._generation, step=self._progress.step if self._progress else None)
         self._say("the job is finished")
+        known = {name: self._instances[name] for name in self._instances}
+        self._pulling = {name for name, item in known.items() if item.ready is not None and not item.finished}
         for name in self._instances:
             self._dismiss(name)
 
@@ -966,3 +1002,8 @@ class Coordinator:
         if not stop.graceful:
             self._over = "stopped"
             self._attempt = self._broken = self._suspicion = None
+
+
+def _ranked(order: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Return names by rank, with others behind."""
+    return tuple(dict.fromkeys([*order, *others]))

@@ -7,7 +7,7 @@ at ``M - 1`` take the result over and all are at ``M``. Layers count as held whe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_parcae.control.membership import Attempt
 from lightning_parcae.control.messages import Ack, JobSpec, config_for
@@ -69,7 +69,7 @@ def take_stock(attempt: Attempt, broken: Attempt | None, layout: Layout | None, 
     clock = max(clocks, default=0)
     fresh = set(attempt.joiners)
     start = None  # clock at which the attempt that broke began
-    completed = False
+    completed = entering = False
     if broken is not None and broken.commit is not None:
         start = broken.commit.clock
         clock = max(clock, start)
@@ -77,6 +77,7 @@ def take_stock(attempt: Attempt, broken: Attempt | None, layout: Layout | None, 
             layout, active, completed = broken.commit.layout, broken.order, True
         else:
             fresh |= set(broken.commit.fresh)
+            entering = bool(broken.commit.fresh)  # so it was formed at a train boundary
     living = tuple(name for name in active if name in acks and name not in fresh)
     _check_together(living, acks, clock)
     holders = {}
@@ -96,7 +97,7 @@ def take_stock(attempt: Attempt, broken: Attempt | None, layout: Layout | None, 
         donors=donors,
         clock=clock,
         vote=next((ack.vote for ack in ahead), None),
-        at_boundary=all(ack.at_boundary for ack in ahead),
+        at_boundary=entering or all(ack.at_boundary for ack in ahead),
         holders=holders,
         completed=completed,
     )
@@ -173,7 +174,7 @@ def decide_next(
         standpoint: Where the job stands; its layout is not None.
         leaving: Instances with a notice. They get no place if it can be helped.
         num_spares: Usable instances that are not members; they enter with the generation after.
-        passengers_rank: Whether members without a place keep a rank.
+        passengers_rank: Whether members without a place keep a rank until the next boundary.
     """
     old = standpoint.layout
     if old is None or len(standpoint.layers) < spec.num_layers:
@@ -185,7 +186,7 @@ def decide_next(
     for candidates, config in _options(table, staying, everyone, num_spares + num_waiting, standpoint):
         boundaries = old.boundaries if config.num_stages == old.config.num_stages else ()
         try:
-            return decide_layout(
+            plan = decide_layout(
                 generation=generation,
                 config=config,
                 boundaries=spec.boundaries.get(config.num_stages, boundaries),
@@ -197,6 +198,8 @@ def decide_next(
             )
         except PlanError:
             continue
+        # In the middle of a step nobody can step aside, those with a notice neither.
+        return replace(plan, layout=replace(plan.layout, order=everyone)) if passengers_rank else plan
     return None
 
 

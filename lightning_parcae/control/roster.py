@@ -8,6 +8,7 @@ from lightning_parcae.control.membership import Instance
 from lightning_parcae.control.messages import PROTOCOL_VERSION, Fenced, Hello, Stop, Welcome
 
 MIN_WARM_UP_LEASE_S = 30.0
+EXIT_REFUSED = 5
 
 
 class Roster:
@@ -73,12 +74,12 @@ class Roster:
                 f"an instance named {name} is alive already (host {known.hello.host}, pid {known.hello.pid}); give "
                 f"each instance its own name; if that one is gone, start again after {self._failure_timeout_s:g} s"
             )
-            return Stop(graceful=False, reason=reason)
+            return Stop(graceful=False, reason=reason, exit_code=EXIT_REFUSED)
         if not self._living and not versions_are_fixed:
             self._versions = dict(hello.versions)
         complaint = self._compare(hello)
         if complaint is not None:
-            return Stop(graceful=False, reason=complaint)
+            return Stop(graceful=False, reason=complaint, exit_code=EXIT_REFUSED)
         instance = Instance(hello=hello, order=self._num_joined, last_seen=now)
         self._living[name] = instance
         self._num_joined += 1

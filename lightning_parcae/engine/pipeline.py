@@ -112,6 +112,33 @@ class _Gate(torch.autograd.Function):
         return gradients
 
 
+class _Kept(torch.autograd.Function):
+    """Run a partition without recomputation, but with a backward pass of its own, as torchgpipe's checkpoint has.
+
+    The gradients of a parameter are then summed within a micro-batch first and over micro-batches afterwards, and added
+    to ``.grad`` in that order, whatever the recompute mode: otherwise the modes differ in the last bits as soon as a
+    parameter is used twice in a layer or gradients are accumulated over batches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, segment: _Segment, run: _Run, *batch: Tensor) -> tuple[Tensor, ...]:
+        leaves = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in batch])
+        with torch.enable_grad():
+            outputs = segment.compute(run, leaves)
+        ctx.graph = (leaves, outputs)
+        return tuple([tensor.detach() for tensor in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.graph is None:
+            raise RuntimeError("the backward pass of a pipeline was run twice; keep retain_graph=False and call it once")
+        (leaves, outputs), ctx.graph = ctx.graph, None
+        wanted = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if wanted:
+            torch.autograd.backward([output for output, _ in wanted], [gradient for _, gradient in wanted])
+        return (None, None, *[leaf.grad for leaf in leaves])
+
+
 class _Drive(torch.autograd.Function):
     """A number whose backward pass drives that of every micro-batch of a stage without a loss."""
 
@@ -212,6 +239,7 @@ class _Segment(nn.Module):
         self._first_index = first_index
         self._device = device
         self._works_in_place: bool | None = None  # unknown
+        self._is_foreign = False
         self._steps: list[tuple[nn.Module, int, bool, bool, _Buffers | None]] = []
 
     def prepare(self) -> bool:
@@ -220,6 +248,7 @@ class _Segment(nn.Module):
             buffers = _Buffers(layer)
             step = (layer, self._first_index + offset, _draws(layer), _is_foreign(layer), buffers or None)
             self._steps.append(step)
+        self._is_foreign = any(step[2] and step[3] for step in self._steps)
         return any(step[2] for step in self._steps)
 
     def reset(self) -> None:
@@ -233,13 +262,22 @@ class _Segment(nn.Module):
 
     def run(self, run: _Run, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute one micro-batch; called by torchgpipe's workers, and in the backward pass to recompute."""
+        if is_recomputing():
+            with _python_random_kept() if self._is_foreign else contextlib.nullcontext():
+                return self.compute(run, batch)
+        if torch.is_grad_enabled():
+            return _kept(self, run, *batch)
+        return self.compute(run, batch)
+
+    def compute(self, run: _Run, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Receive or take over the input, run the layers, and send or hand over the output."""
         carrier = batch[0]
         micro = carrier.shape[1]
         with run.enter():
             tensors, is_tuple = self._enter(run, micro, carrier, batch[1:])
             tensors, originals = self._protect(tensors)
             value: Any = tensors if is_tuple else tensors[0]
-            value = self._compute(run, micro, value)
+            value = self._run_layers(run, micro, value)
             if originals is not None:
                 self._judge(originals)
             return self._leave(run, micro, carrier, value)
@@ -267,7 +305,7 @@ class _Segment(nn.Module):
     def _judge(self, handed: list[tuple[Tensor, int]]) -> None:
         self._works_in_place = any(tensor._version != version for tensor, version in handed)
 
-    def _compute(self, run: _Run, micro: int, value: Any) -> Any:
+    def _run_layers(self, run: _Run, micro: int, value: Any) -> Any:
         second = is_recomputing()
         twice = second or is_checkpointing()
         for layer, index, draws, is_foreign, buffers in self._steps:
@@ -304,13 +342,13 @@ class _Segment(nn.Module):
             past = {i: tensor for i, tensor in enumerate(tensors) if i not in through}
             outputs[micro] = _Output(is_tuple, through, past)
         kept = [tensors[i] for i in through]
-        if torch.is_grad_enabled():
-            return _gate(carrier, *kept)
-        return (carrier.detach(), *kept)
+        # Only torchgpipe's checkpoint needs the gate: it gives its backward pass every output.
+        return _gate(carrier, *kept) if is_recomputing() else (carrier.detach(), *kept)
 
 
 # torch does not annotate `apply`.
 _gate = cast("Callable[..., tuple[Tensor, ...]]", _Gate.apply)
+_kept = cast("Callable[..., tuple[Tensor, ...]]", _Kept.apply)
 _drive = cast("Callable[..., Tensor]", _Drive.apply)
 
 
@@ -526,6 +564,18 @@ class StagePipeline:
 def _bind(segment: _Segment, run: _Run) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
     # Bound to its call, so that recomputation finds the same context even if another batch was run meanwhile.
     return lambda batch: segment.run(run, batch)
+
+
+@contextlib.contextmanager
+def _python_random_kept() -> Iterator[None]:
+    # torchgpipe guards torch's generators under recomputation.
+    with _random_lock:
+        state = random.getstate()
+    try:
+        yield
+    finally:
+        with _random_lock:
+            random.setstate(state)
 
 
 def _make_phonies(device: torch.device) -> None:

@@ -203,6 +203,12 @@ class Session:
         return None if self.layout is None or not self.joined else self.layout.place_of(self._endpoint.name)
 
     @property
+    def stop_code(self) -> int:
+        """Exit code that a graceful stop asks for; 0 without one."""
+        stop = self._agent.stop_request
+        return 0 if stop is None else stop.exit_code
+
+    @property
     def resident(self) -> frozenset[int]:
         """Layers held here."""
         return frozenset(self._resident)
@@ -566,6 +572,9 @@ class Session:
         def news(agent: Agent) -> Prepare | Commit | Release | JobFinished | None:
             if agent.released is not None:
                 return agent.released
+            stop = agent.stop_request
+            if stop is not None and stop.graceful:
+                return Release(stop.reason)
             if agent.job_finished is not None:
                 return agent.job_finished
             prepare = agent.newest_prepare
@@ -577,7 +586,7 @@ class Session:
         reach("ready")
         item = self._agent.wait(news, timeout_s=None)
         if isinstance(item, Release):
-            raise LeaveJob(item.reason)
+            raise LeaveJob(item.reason, self.stop_code)
         if isinstance(item, JobFinished):
             self._take_final_state(item)
             raise JobOver

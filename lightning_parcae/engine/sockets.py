@@ -186,11 +186,11 @@ def _close_inherited() -> None:
     every = Endpoints(set().union(*(o.local for o in owners)), set().union(*(o.remote for o in owners)))
     inherited = []
     for item, sock in _sockets():
-        addresses = []
-        for ask in (sock.getsockname, sock.getpeername):
-            with contextlib.suppress(OSError):
-                addresses.append(_numeric(ask()))
-        if addresses and (addresses[0] in every.local or addresses[-1] in every.remote):
+        is_ours = False
+        with contextlib.suppress(OSError):
+            is_ours = _numeric(sock.getsockname()) in every.local
+            is_ours = is_ours or _numeric(sock.getpeername()) in every.remote  # a listener has no peer
+        if is_ours:
             inherited.append(item.fd)
     for fd in inherited:
         with contextlib.suppress(OSError):

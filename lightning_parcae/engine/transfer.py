@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from lightning_parcae.control.transport import (
     MAX_UNAUTHENTICATED_FRAME_BYTES,
@@ -174,10 +175,9 @@ class StateServer:
             _logger.exception("cannot serve %r of generation %d", key, generation)
             send_frame(sock, _dump({"error": f"{type(error).__name__}: {error}"[:10_000]}))
             return
-        views = [byte_view(tensor) for tensor in buffers]
-        send_frame(sock, _dump({"skeleton": len(head), "bytes": sum(len(view) for view in views)}))
+        send_frame(sock, _dump({"skeleton": len(head), "bytes": _num_bytes(buffers)}))
         sock.sendall(head)
-        checksum = _send(sock, views, zlib.crc32(head))
+        checksum = _send(sock, map(byte_view, buffers), zlib.crc32(head))
         sock.sendall(_CHECKSUM.pack(checksum))
 
 
@@ -354,6 +354,8 @@ class StateClient:
     def _ask(self, sock: socket.socket, key: str, generation: int) -> Any:
         send_frame(sock, _dump({"key": key, "generation": generation}))
         answer = json.loads(recv_frame(sock))
+        if not isinstance(answer, dict):
+            raise ValueError(f"the server answered {str(answer)[:100]!r}")
         if "error" in answer:
             raise MigrationError(str(answer["error"]))
         length, num_bytes = answer.get("skeleton"), answer.get("bytes")
@@ -361,10 +363,9 @@ class StateClient:
             raise ValueError(f"the server answered {str(answer)[:100]!r}")
         head = recv_exactly(sock, length)
         tensors, rebuild = allocate(head)
-        views = [byte_view(tensor) for tensor in tensors]
-        if sum(len(view) for view in views) != num_bytes:
-            raise ValueError(f"the server announced {num_bytes} bytes for a tree of {sum(map(len, views))}")
-        checksum = _receive(sock, views, zlib.crc32(head))
+        if _num_bytes(tensors) != num_bytes:
+            raise ValueError(f"the server announced {num_bytes} bytes for a tree of {_num_bytes(tensors)}")
+        checksum = _receive(sock, map(byte_view, tensors), zlib.crc32(head))
         (expected,) = _CHECKSUM.unpack(recv_exactly(sock, _CHECKSUM.size))
         if checksum != expected:
             raise ValueError(f"the bytes were damaged on the way (checksum {checksum:#x}, expected {expected:#x})")
@@ -413,6 +414,10 @@ class _Sockets:
 
 def _dump(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode()
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _batches(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:

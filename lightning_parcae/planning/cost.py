@@ -290,11 +290,12 @@ class ReferenceCost:
 
     def initial(self, configs: Configs) -> Floats:
         """See :class:`MigrationCost`."""
-        spread = [
-            self.transfer_s(0.0) + (max(self._stage_s(config.num_stages)) if config.num_pipelines > 1 else 0.0)
-            for config in configs
-        ]
-        return np.array(spread) + np.array([self.restart_s(config, grows=True) for config in configs])
+        pauses: Floats = np.array([self.restart_s(config, grows=True) for config in configs])
+        for index, config in enumerate(configs):
+            pauses[index] += self.transfer_s(0.0)
+            if config.num_pipelines > 1:
+                pauses[index] += max(self._stage_s(config.num_stages))
+        return pauses
 
     def overlap(self, configs: Configs) -> Floats:
         """See :class:`MigrationCost`: a whole restart."""

@@ -82,12 +82,13 @@ def fewest_replicas(replicas: Sequence[int], num_spares: int, num_lost: int) -> 
     every = float(_binomial(total, tilt, num_lost)[num_lost])
     spares = _binomial(num_spares, tilt, num_lost)
     losses = {size: _binomial(size, tilt, num_lost) for size in sizes}
-    for least in range(most + 1):
+    certain = most - num_lost  # even if all victims were of the smallest stage, so many replicas are left
+    keeps[: max(certain, 0) + 1] = 1.0
+    for least in range(max(certain, 0) + 1, most + 1):
         ways = spares
         for size, count in sizes.items():
             ways = _times(ways, _power(losses[size][: size - least + 1], count, num_lost), num_lost)
         keeps[least] = ways[num_lost] / every if len(ways) > num_lost else 0.0
-    keeps[0] = 1.0
     distribution: Floats = np.clip(keeps[:-1] - keeps[1:], 0.0, 1.0)
     return distribution
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -118,6 +118,27 @@ class LayerCost:
                 raise ValueError(f"{name} must be at least 0, got {value}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What the stages of one split cost, for one micro-batch.
+
+    Attributes:
+        forward_s: Sum over the stages, and the slowest one.
+        backward_s: Sum over the stages, and the slowest one.
+        update_s: Of the slowest stage.
+        reduce_bytes: Gradients of the largest stage.
+        hops_s: Time of all transfers between stages, both ways.
+        memory: Of each stage: fixed bytes, and bytes per micro-batch in flight.
+    """
+
+    forward_s: tuple[float, float]
+    backward_s: tuple[float, float]
+    update_s: float
+    reduce_bytes: int
+    hops_s: float
+    memory: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """Throughput and memory, computed from layers and links and corrected by measured steps.
@@ -147,6 +168,7 @@ class ModelProfile:
     min_stages: int = 1
     max_pipelines: int | None = None
     step_s: Mapping[ParallelConfig, float] = field(default_factory=dict)
+    _splits: dict[int, _Split] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.layers or self.num_samples < 1 or self.num_microbatches < 1 or self.link_bytes_per_s <= 0:
@@ -183,17 +205,7 @@ class ModelProfile:
     def stage_memory_bytes(self, config: ParallelConfig) -> float:
         """Return the memory of the fullest stage: state, gradients and activations in flight."""
         in_flight = math.ceil(self.num_microbatches / config.num_pipelines)
-        fullest = 0.0
-        for low, high in self._stages(config.num_stages):
-            layers = self.layers[low:high]
-            activations = sum(layer.activation_bytes for layer in layers)
-            if self.recompute:
-                kept = in_flight * (self.layers[low - 1].output_bytes if low else 0) + activations
-            else:
-                kept = in_flight * activations
-            state = sum(layer.state_bytes + layer.parameter_bytes for layer in layers)
-            fullest = max(fullest, state + kept)
-        return fullest
+        return max(fixed + in_flight * each for fixed, each in self._split(config.num_stages).memory)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -210,19 +222,11 @@ class ModelProfile:
         optimizer steps, both as long as the largest stage takes.
         """
         rounds = math.ceil(self.num_microbatches / config.num_pipelines)
-        forward, backward, update, reduce_bytes, hops = [], [], [], [], 0.0
-        for low, high in self._stages(config.num_stages):
-            layers = self.layers[low:high]
-            forward.append(sum(layer.forward_s for layer in layers))
-            backward.append(sum(layer.backward_s for layer in layers) + (forward[-1] if self.recompute else 0.0))
-            update.append(sum(layer.update_s for layer in layers))
-            reduce_bytes.append(sum(layer.parameter_bytes for layer in layers))
-            if high < len(self.layers):
-                hops += 2 * (self.link_latency_s + self.layers[high - 1].output_bytes / self.link_bytes_per_s)
-        passes = sum(sum(stage) + (rounds - 1) * max(stage) for stage in (forward, backward))
+        split = self._split(config.num_stages)
+        passes = sum(whole + (rounds - 1) * slowest for whole, slowest in (split.forward_s, split.backward_s))
         share = 2.0 * (config.num_pipelines - 1) / config.num_pipelines
-        reduce = share * (max(reduce_bytes) / self.link_bytes_per_s + self.link_latency_s)
-        return max(passes + hops + reduce + max(update), 1e-9)
+        reduce_s = share * (split.reduce_bytes / self.link_bytes_per_s + self.link_latency_s)
+        return max(passes + split.hops_s + reduce_s + split.update_s, 1e-9)
 
     def correction(self, config: ParallelConfig) -> float:
         """Return measured over modelled time, from the measured configurations, the nearest ones weighing most."""
@@ -267,8 +271,35 @@ class ModelProfile:
             cuts.append(int(self._cuts[stages, cuts[-1]]))
         return tuple(reversed(cuts))
 
-    def _stages(self, num_stages: int) -> Iterable[tuple[int, int]]:
-        return pairwise(self.boundaries(num_stages))
+    def _split(self, num_stages: int) -> _Split:
+        """Return what the stages of a split cost; worked out once for each number of stages."""
+        if num_stages not in self._splits:
+            self._splits[num_stages] = self._cost_split(num_stages)
+        return self._splits[num_stages]
+
+    def _cost_split(self, num_stages: int) -> _Split:
+        forward, backward, update, reduce_bytes, memory, hops = [], [], [], [], [], 0.0
+        for low, high in pairwise(self.boundaries(num_stages)):
+            layers = self.layers[low:high]
+            forward.append(sum(layer.forward_s for layer in layers))
+            backward.append(sum(layer.backward_s for layer in layers) + (forward[-1] if self.recompute else 0.0))
+            update.append(sum(layer.update_s for layer in layers))
+            reduce_bytes.append(sum(layer.parameter_bytes for layer in layers))
+            if high < len(self.layers):
+                hops += 2 * (self.link_latency_s + self.layers[high - 1].output_bytes / self.link_bytes_per_s)
+            state = sum(layer.state_bytes + layer.parameter_bytes for layer in layers)
+            kept = sum(layer.activation_bytes for layer in layers)
+            # With recompute, one micro-batch is whole at a time and of the others only the stage's input is kept.
+            inputs = self.layers[low - 1].output_bytes if low else 0
+            memory.append((state + kept, inputs) if self.recompute else (state, kept))
+        return _Split(
+            forward_s=(sum(forward), max(forward)),
+            backward_s=(sum(backward), max(backward)),
+            update_s=max(update),
+            reduce_bytes=max(reduce_bytes),
+            hops_s=hops,
+            memory=tuple(memory),
+        )
 
     @cached_property
     def _cuts(self) -> NDArray[np.int64]:
@@ -294,7 +325,11 @@ class ModelProfile:
     def to_json(self) -> dict[str, Any]:
         """Return the profile as JSON values."""
         steps = [[config.num_pipelines, config.num_stages, time] for config, time in sorted(self.step_s.items())]
-        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("layers", "step_s")}
+        plain = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("layers", "step_s", "_splits")
+        }
         layers = [asdict(layer) for layer in self.layers]
         return {"format": _FORMAT, "kind": "model", **plain, "layers": layers, "step_s": steps}
 

@@ -29,8 +29,8 @@ class ConfigSpace:
         min_instances: Fewest instances to consider; only matters for what pruning may drop.
         keep: Configurations that are never dropped.
         prune_below: Configurations slower than this share of the fastest one that needs no more instances are dropped,
-            0 to 1. Never dropped are the fastest one for each number of instances from ``min_instances`` on, and
-            ``keep``.
+            0 to 1; above 0 also those that leave a whole pipeline idle even at ``min_instances``. Never dropped are
+            the fastest one for each number of instances from ``min_instances`` on, and ``keep``.
 
     Attributes:
         configs: The choices; entry 0 is None.
@@ -111,8 +111,8 @@ def _pruned(
     best = np.maximum.accumulate(best)
     wanted = alive & (rates >= prune_below * best[sizes]) if len(configs) else alive
     if prune_below > 0 and len(configs):
-        # One that is too small for every N of interest is never chosen while a faster one fits.
-        wanted &= rates >= prune_below * best[np.maximum(sizes, min_instances)]
+        stages = np.array([config.num_stages for config in configs], dtype=np.int64)
+        wanted &= (rates >= prune_below * best[np.maximum(sizes, min_instances)]) & (sizes + stages > min_instances)
         for count in range(min_instances, max_instances + 1):
             fits = np.where((sizes <= count) & alive, rates, -1.0)
             if fits.max(initial=-1.0) > 0:
