@@ -123,7 +123,7 @@ class BatchOperation:
         self._groups: Groups | None = None
         self._place: tuple[int, int] | None = None
         self._pipeline: StagePipeline | None = None
-        self._metrics = MetricStates(module)
+        self.metrics = MetricStates(module)
 
     # ------------------------------------------------------------------ generations
 
@@ -300,7 +300,7 @@ class BatchOperation:
             scaled = scaled / accumulate
         self._module.trainer.precision_plugin.backward(scaled, self._module, None)
         payload.update(weight=weight, loss=float(loss.detach()), dtype=str(loss.dtype), logs=records)
-        payload["metrics"] = self._metrics.take_changes()
+        payload["metrics"] = self.metrics.take_changes()
 
     def _pass_batch(self, batch: Any) -> Any:
         """Bring the batch from the first stage to the last."""
@@ -337,8 +337,8 @@ class BatchOperation:
         forward = _PipelineCall(pipeline, sizes, indices, key, training)
         if not (self._is_first or self._is_last):
             return None, [], forward.run(None)
-        recorder = LogRecorder(self._metrics.names)
-        self._metrics.start()
+        recorder = LogRecorder(self.metrics.names)
+        self.metrics.start()
         object.__setattr__(self._module, "log", recorder)
         self._pipelined.set_route(forward.route_last if self._is_last else forward.route_first)
         try:
@@ -408,7 +408,7 @@ class BatchOperation:
                 result.norms[int(index)] = [None if norm is None else norm * scale for norm in norms]
         for parameter, gradient in done.gradients:
             result.gradients[parameter] = gradient if scale == 1.0 else gradient * scale
-        self._metrics.merge([part["metrics"] for part in parts])
+        self.metrics.merge([part["metrics"] for part in parts])
         return result
 
     def clip(self, result: BatchResult, clip_val: float) -> None:
@@ -452,7 +452,7 @@ class BatchOperation:
         parts = _last_stages(payloads)
         result = BatchResult(extras=done.extras)
         result.logs = combine([(part["weight"], part["logs"]) for part in parts], loader.current.num_samples)
-        self._metrics.merge([part["metrics"] for part in parts])
+        self.metrics.merge([part["metrics"] for part in parts])
         return result
 
     def _evaluate_once(
@@ -482,7 +482,7 @@ class BatchOperation:
         )
         if self._is_last:
             done.extras["output"] = output
-            payload.update(weight=float(sum(sizes)), logs=records, metrics=self._metrics.take_changes())
+            payload.update(weight=float(sum(sizes)), logs=records, metrics=self.metrics.take_changes())
         return payload
 
     # ------------------------------------------------------------------ warm-up
@@ -515,8 +515,8 @@ class BatchOperation:
             for name, value in module.__dict__.items()
             if not name.startswith("_")
         }
-        object.__setattr__(module, "log", LogRecorder(self._metrics.names))
-        self._metrics.start()
+        object.__setattr__(module, "log", LogRecorder(self.metrics.names))
+        self.metrics.start()
         self._pipelined.set_route(route)
         try:
             with _quiet_rng(), torch.enable_grad():
@@ -532,7 +532,7 @@ class BatchOperation:
                 loss.backward()
         finally:
             self._pipelined.set_route(None)
-            self._metrics.cancel()
+            self.metrics.cancel()
             for name in set(module.__dict__) - set(attributes):
                 if not name.startswith("_"):
                     del module.__dict__[name]
@@ -557,7 +557,7 @@ class BatchOperation:
         held, buffers = saved
         layers = list(self._pipelined.children())
         restore_buffers([layers[index] for index in held], buffers)
-        self._metrics.cancel()
+        self.metrics.cancel()
 
 
 class _PipelineCall:

@@ -612,6 +612,9 @@ class ParcaeStrategy(ParallelStrategy):
             self._light_states = False
         assert self._train_loader is not None
         tree["loader"] = self._train_loader.state_dict()
+        assert self.lightning_module is not None and self._operation is not None
+        tree["modes"] = [module.training for module in self.lightning_module.modules()]
+        tree["metrics"] = self._operation.metrics.state()
         tree["loggers"] = [getattr(logger, "_version", None) for logger in self.trainer.loggers]
         return tree
 
@@ -627,6 +630,10 @@ class ParcaeStrategy(ParallelStrategy):
         finally:
             self._light_states = False
         self._train_loader.jump(tree["loader"])
+        assert self.lightning_module is not None and self._operation is not None
+        for module, training in zip(self.lightning_module.modules(), tree["modes"], strict=True):
+            module.training = training
+        self._operation.metrics.load(tree["metrics"])
 
     def restore(self, checkpoint: CheckpointRef, layers: Sequence[int]) -> None:
         """Take over the state of a checkpoint; see Host."""

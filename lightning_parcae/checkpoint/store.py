@@ -178,6 +178,7 @@ class FallbackStore:
             why = _difference(manifest, self._sizes(identifier))
             if why is None:
                 self._put_manifest(identifier, manifest.to_bytes())
+                self._started.discard(identifier)  # From now on writing into it is refused.
                 why = self._why_incomplete(identifier)
         if why is not None:
             raise CheckpointError(f"cannot commit {identifier} in {self.url}: {why}")
@@ -323,6 +324,7 @@ class FallbackStore:
         """Refuse to write into a committed checkpoint, and make the directory; once for each."""
         if identifier in self._started:
             return
+        self._fs.invalidate_cache()
         if self._fs.exists(self._path(identifier, MANIFEST_NAME)):
             raise CheckpointError(
                 f"checkpoint {identifier} in {self.url} is complete already and is not overwritten; use the identifier "
@@ -341,7 +343,10 @@ class FallbackStore:
         with self._fs.open(temporary, "wb") as file:
             file.write(data)
             self._make_durable(file)
-        self._fs.mv(temporary, path)
+        if self._is_local:
+            os.replace(temporary, path)  # mv() of older fsspec copies.
+        else:
+            self._fs.mv(temporary, path)
 
     def _make_durable(self, file: Any) -> None:
         """Bring a local file to the disk, lest a manifest survives a power failure that its files do not."""
@@ -383,9 +388,10 @@ class FallbackStore:
         return why
 
     def _read(self, identifier: str, name: str) -> bytes:
+        path = self._path(identifier, name)
         try:
             with self._storage("read", f"{identifier}/{name}"):
-                return bytes(self._fs.cat_file(self._path(identifier, name)))
+                return bytes(self._fs.cat_file(path))
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 self._damaged[identifier] = f"{name} is missing"

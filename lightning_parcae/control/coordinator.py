@@ -160,6 +160,7 @@ class Coordinator:
 
         self._stop: Stop | None = None
         self._over: Literal["done", "stopped"] | None = None
+        self._first_finished_at: float | None = None
         self._pulling: set[str] = set()  # spares that lack the final state
 
         self._handlers: dict[type[Any], Callable[[str, Any], None]] = {
@@ -376,6 +377,8 @@ class Coordinator:
         if name not in attempt.members or name in attempt.acks:
             return
         attempt.acks[name] = message
+        if attempt.first_stopped_at is None and name in self._active:
+            attempt.first_stopped_at = self._now
         if attempt.all_active_stopped_at is None and not set(self._active) - set(attempt.acks):
             attempt.all_active_stopped_at = self._now
 
@@ -444,6 +447,8 @@ class Coordinator:
         elif name in self._active or (self._attempt is not None and name in self._attempt.order):
             self._instances[name].finished = True
             self._record("finished", instance=name)
+            if self._first_finished_at is None:
+                self._first_finished_at = self._now
 
     def _on_goodbye(self, name: str, _: Goodbye) -> None:
         self._lose(name, "it said goodbye", died=False)
@@ -511,6 +516,7 @@ class Coordinator:
             self._declare_dead(name, f"nothing was heard from it for {silent_s:.1f} s")
         if self._over is None:
             self._check_acks()
+            self._check_finish()
             self._check_formation()
             self._check_suspicion()
             self._check_waiting()
@@ -535,18 +541,40 @@ class Coordinator:
         attempt = self._attempt
         if attempt is None or attempt.is_forming:
             return
+        if self._is_left_behind(attempt):
+            self._regroup(None, attempt.reason)
+            return
         # A planned Prepare waits for a boundary as long as it takes, but then nobody waits for a joiner.
+        late = [name for name in attempt.members if name not in attempt.acks]
+        if attempt.urgent and late and all(self._instances[name].finished for name in late):
+            self._finish()  # they hold the final state and have gone on; the others can have it from them
+            return
         since = attempt.prepared_at if attempt.urgent or not self._active else attempt.all_active_stopped_at
         timeout_s = max(self.failure_timeout_s, MIN_ACK_TIMEOUT_S)
         if since is None or self._now - since <= timeout_s:
             return
-        late = [name for name in attempt.members if name not in attempt.acks]
-        if any(self._instances[name].finished for name in late):
-            self._finish()  # they hold the final state and have gone on; the others can have it from them
-            return
         for name in late:
             if name in self._instances and self._over is None:
                 self._declare_dead(name, f"it did not stop within {timeout_s:g} s for generation {attempt.generation}")
+
+    def _is_left_behind(self, attempt: Attempt) -> bool:
+        """Whether a member waits for the end of a vote after which others have stopped and closed their connections."""
+        stopped = [attempt.acks[name].clock for name in self._active if name in attempt.acks]
+        since = attempt.first_stopped_at
+        if attempt.urgent or since is None or not stopped or self._now - since <= self.failure_timeout_s / 2:
+            return False
+        late = [name for name in self._active if name not in attempt.acks]
+        return any(self._instances[name].clock < max(stopped) for name in late)
+
+    def _check_finish(self) -> None:
+        """Interrupt a member that waits for the end of the last vote, after which others have closed theirs."""
+        since, attempt = self._first_finished_at, self._attempt
+        if since is None or self._now - since <= self.failure_timeout_s / 2 or (attempt is not None and attempt.urgent):
+            return
+        finished = [self._instances[name].clock for name in self._active if self._instances[name].finished]
+        late = [name for name in self._active if not self._instances[name].finished]
+        if finished and any(self._instances[name].clock < max(finished) for name in late):
+            self._regroup(None, f"{', '.join(late)} missed the end")
 
     def _check_formation(self) -> None:
         attempt = self._attempt

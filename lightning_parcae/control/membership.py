@@ -77,6 +77,7 @@ class Attempt:
         was_formed: Whether the broken generation was running; if not, it broke while it formed.
         rollback: Why all must go back to a checkpoint, if they must.
         acks: Who has stopped, and where.
+        first_stopped_at: When the first active member stopped.
         all_active_stopped_at: When the last active member stopped.
         commit: The Commit that was sent.
         deadline: When all must have formed it.
@@ -94,6 +95,7 @@ class Attempt:
     was_formed: bool = False
     rollback: str | None = None
     acks: dict[str, Ack] = field(default_factory=dict)
+    first_stopped_at: float | None = None
     all_active_stopped_at: float | None = None
     commit: Commit | None = None
     deadline: float = 0.0

@@ -399,9 +399,11 @@ class _Formation:
             self._is_abandoned = True
         if groups is not None:
             groups.close()
-        sockets.shut_down(self._store_sockets)
         self.state.is_aborted = True
-        sockets.shut_down(sockets.connected(self.state.endpoints))
+        # While it waits for absent members it sees this by itself; torch logs a page of frames for a broken connection.
+        if not self.done.wait(0.03):
+            sockets.shut_down(self._store_sockets)
+            sockets.shut_down(sockets.connected(self.state.endpoints))
         return None, self._error
 
     def run(self) -> None:

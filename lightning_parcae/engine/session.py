@@ -44,7 +44,7 @@ from lightning_parcae.control.messages import (
     Suspect,
 )
 from lightning_parcae.engine.groups import Groups, RendezvousStore
-from lightning_parcae.engine.state import drop_layer, layer_state, load_layer
+from lightning_parcae.engine.state import drop_layer, is_resident, layer_state, load_layer
 from lightning_parcae.engine.transfer import StateClient, StateServer
 from lightning_parcae.errors import GenerationBrokenError, MembershipError, MigrationError
 from lightning_parcae.planning.layout import Layout
@@ -416,10 +416,10 @@ class Session:
         if fresh:
             self.clock = commit.clock
             self._agent.clock = self.clock
-            if commit.trainer_source == name:
+            # what a fresh member holds is its own start-up state; only the first member's is the job's
+            self._resident = set()
+            if commit.kind == "initial" and commit.trainer_source == name:
                 self.hold_all()
-            elif commit.kind == "initial" or commit.checkpoint is not None:
-                self._resident = set()
         self._serve(commit.generation, pack_trainer=commit.trainer_source == name and len(commit.fresh) > 0)
         if commit.checkpoint is not None:
             self._host.restore(commit.checkpoint, list(mine))
@@ -449,8 +449,9 @@ class Session:
         self.joined = True
         self._planned = max(self._planned, commit.generation)
         mine = set(layout.layers_of(self._endpoint.name))
-        for layer in sorted(self._resident - mine):
-            drop_layer(self._host.layers[layer], self._host.optimizers)
+        for index, layer in enumerate(self._host.layers):
+            if index not in mine and is_resident(layer):
+                drop_layer(layer, self._host.optimizers)
         self._resident = mine
         pause_s = 0.0 if self._pause_started is None else time.monotonic() - self._pause_started
         self._pause_started = None

@@ -55,6 +55,7 @@ _INLINE_BYTES = 512  # Shorter byte strings travel inside the skeleton.
 _HEADER_BYTES = 4096  # One message carries most skeletons; only longer ones need a second.
 _LENGTH = struct.Struct("<Q")
 _HUGE_BYTES = 4 << 20
+_SMALL_BYTES = 64 << 10
 
 # fmt: off
 _DTYPE_NAMES = (
@@ -191,7 +192,7 @@ def decode_tree(buffer: bytes | bytearray | memoryview) -> Any:
 
 
 def send_tree(group: PeerGroup, tree: Any, peer: int, tag: int) -> None:
-    """Send a tree to a rank of a group, tensor by tensor from its own memory.
+    """Send a tree to a rank of a group, large tensors from their own memory and small ones in one message.
 
     Raises:
         TypeError: If a value does not fit; nothing has been sent then.
@@ -205,9 +206,11 @@ def send_tree(group: PeerGroup, tree: Any, peer: int, tag: int) -> None:
     group.send(first, peer, tag)
     if len(head) > room:
         group.send(torch.frombuffer(bytearray(head[room:]), dtype=torch.uint8), peer, tag)
-    for tensor in buffers:
-        if tensor.numel():
-            group.send(_as_bytes(tensor), peer, tag)
+    small, large = _by_size(buffers)
+    if small:
+        group.send(torch.cat(small), peer, tag)
+    for memory in large:
+        group.send(memory, peer, tag)
 
 
 def recv_tree(group: PeerGroup, peer: int, tag: int) -> Any:
@@ -227,10 +230,24 @@ def recv_tree(group: PeerGroup, peer: int, tag: int) -> Any:
         group.recv(rest, peer, tag)
         head += bytes(byte_view(rest))
     tensors, rebuild = allocate(head)
-    for tensor in tensors:
-        if tensor.numel():
-            group.recv(_as_bytes(tensor), peer, tag)
+    small, large = _by_size(tensors)
+    if small:
+        packed = torch.empty(sum(memory.numel() for memory in small), dtype=torch.uint8)
+        group.recv(packed, peer, tag)
+        offset = 0
+        for memory in small:
+            memory.copy_(packed[offset : offset + memory.numel()])
+            offset += memory.numel()
+    for memory in large:
+        group.recv(memory, peer, tag)
     return rebuild()
+
+
+def _by_size(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Part the memory of tensors into small ones, which share a message (each costs up to 3 ms), and large ones."""
+    memories = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+    small = [memory for memory in memories if memory.numel() < _SMALL_BYTES]
+    return small, [memory for memory in memories if memory.numel() >= _SMALL_BYTES]
 
 
 def _aligned(size: int) -> int:

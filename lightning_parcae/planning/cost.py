@@ -28,8 +28,8 @@ from lightning_parcae.planning.parallel_config import ParallelConfig
 Floats = NDArray[np.float64]
 Configs = tuple[ParallelConfig, ...]
 
-_DRAWS = 100  # sets of victims looked at where no closed form exists and there are too many to enumerate
-_MOST_PAIRS = 600
+_DRAWS = 64  # sets of victims looked at where no closed form exists and there are too many to enumerate
+_MOST_PAIRS = 150
 
 
 class MigrationCost(Protocol):
@@ -106,7 +106,8 @@ class MeasuredCost:
         build_s: Rebuilding a stage.
         bytes_per_s: What a link moves.
         rollback_s: Coming back from a state that nobody held: loading it, and the steps lost on the way.
-        is_announced: Whether losses are announced in time, so that nothing has to be detected.
+        is_announced: Whether losses are announced in time: then nothing has to be detected, and those who go still
+            serve their state.
     """
 
     layer_bytes: tuple[int, ...]
@@ -117,7 +118,7 @@ class MeasuredCost:
     bytes_per_s: float = 1e9
     rollback_s: float = 30.0
     is_announced: bool = False
-    _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         times = (self.detection_s, self.formation_s, self.build_s, self.rollback_s)
@@ -140,7 +141,7 @@ class MeasuredCost:
 
     def with_terms(self, **terms: float) -> MeasuredCost:
         """Return a copy with other terms, as the job has measured them."""
-        return replace(self, **terms, _cache={})  # type: ignore[arg-type]
+        return replace(self, **terms)  # type: ignore[arg-type]
 
     def _given(self, configs: Configs, victims: int) -> Floats:
         key = (configs, victims)
@@ -159,7 +160,7 @@ class MeasuredCost:
         for row, config in enumerate(configs):
             lost = min(victims, config.num_instances)
             left = fewest_replicas([config.num_pipelines] * config.num_stages, 0, lost)  # of the grid alone
-            gone = float(left[0]) * self.rollback_s
+            gone = 0.0 if self.is_announced else float(left[0]) * self.rollback_s
             same = np.flatnonzero(stages == config.num_stages)
             donors = np.maximum(np.arange(len(left)), 1)
             rounds = np.ceil(np.maximum(depth[same][:, None] - np.arange(len(left)), 0) / donors)  # (same, r)
@@ -248,7 +249,7 @@ class ReferenceCost:
     group_s: Mapping[str, Any]
     group_base_s: float
     states_per_param: float = 12.0
-    _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def from_reference(cls, data: Mapping[str, Any], model: str) -> ReferenceCost:

@@ -168,7 +168,7 @@ class ModelProfile:
     min_stages: int = 1
     max_pipelines: int | None = None
     step_s: Mapping[ParallelConfig, float] = field(default_factory=dict)
-    _splits: dict[int, _Split] = field(default_factory=dict, compare=False, repr=False)
+    _splits: dict[int, _Split] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.layers or self.num_samples < 1 or self.num_microbatches < 1 or self.link_bytes_per_s <= 0:
@@ -254,7 +254,11 @@ class ModelProfile:
         if not (math.isfinite(seconds) and seconds > 0 and 0 < weight <= 1):
             raise ValueError(f"a step takes more than 0 s and weighs 0 to 1, got {seconds} and {weight}")
         old = self.step_s.get(config, seconds)
-        return replace(self, step_s={**self.step_s, config: old + weight * (seconds - old)})
+        updated = replace(self, step_s={**self.step_s, config: old + weight * (seconds - old)})
+        # The splits do not depend on measured steps.
+        updated._splits.update(self._splits)
+        updated.__dict__["_cuts"] = self._cuts
+        return updated
 
     # --- stages -------------------------------------------------------------------------------------------------------
 

@@ -428,7 +428,10 @@ def test_a_real_trainer_state_travels() -> None:
         torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10),
         torch.optim.lr_scheduler.ReduceLROnPlateau(adam),
     ]
-    state: dict[str, Any] = {"optimizer": adam.state_dict(), "schedulers": [scheduler.state_dict() for scheduler in schedulers]}
+    state: dict[str, Any] = {
+        "optimizer": adam.state_dict(),
+        "schedulers": [scheduler.state_dict() for scheduler in schedulers],
+    }
     result = whole(state)
     adam.load_state_dict(result["optimizer"])
     for scheduler, loaded in zip(schedulers, result["schedulers"], strict=True):

@@ -126,7 +126,7 @@ def measured_pause(cost: MeasuredCost, old: ParallelConfig, new: ParallelConfig,
         )
         for config in (old, new)
     ]
-    if left == 0:
+    if left == 0 and not cost.is_announced:
         pause += cost.rollback_s
     if new.num_stages == old.num_stages:
         largest = max(sum(cost.layer_bytes[low:high]) for low, high in itertools.pairwise(edges[1]))

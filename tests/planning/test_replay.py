@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_parcae.availability.trace import AvailabilityTrace
-from lightning_parcae.planning.cost import MeasuredCost, ReferenceCost
+from lightning_parcae.planning.cost import MeasuredCost
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.profile import ThroughputProfile
 from lightning_parcae.planning.replay import MembershipStep, Running, advance, best_possible, membership_steps, replay
@@ -105,11 +107,10 @@ def test_best_possible_equals_brute_force(seed: int) -> None:
         ),
     ],
 )
-def test_reference_scores_are_reproduced(name: str, scores: dict[str, float], optimum: float, bound: float) -> None:
-    model = name.partition("_")[0]
-    data = json.loads((DATA / "profiles.json").read_text())
-    profile = ThroughputProfile.from_reference(data, model)
-    space = ConfigSpace(profile, ReferenceCost.from_reference(data, model), max_instances=32)
+def test_reference_scores_are_reproduced(
+    reference_model: Callable[[str], Any], name: str, scores: dict[str, float], optimum: float, bound: float
+) -> None:
+    _, _, space = reference_model(name.partition("_")[0])
     path = DATA / "reference_plans" / f"{name}.json"
     steps = membership_steps(AvailabilityTrace.read(path))
     plans = json.loads(path.read_text())
