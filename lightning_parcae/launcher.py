@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import __main__
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -23,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+import __main__
 from lightning_parcae import lightning_internals
 from lightning_parcae.callback import ParcaeCallback
 from lightning_parcae.engine.session import RollbackRequired
@@ -171,6 +171,7 @@ def write_result(trainer: pl.Trainer, path: Path) -> None:
         "last_model_path": str(getattr(checkpoint, "last_model_path", "") or ""),
         "best_model_score": getattr(checkpoint, "best_model_score", None),
         "fit_loop": trainer.fit_loop.state_dict(),
+        "logger_versions": [getattr(logger, "version", None) for logger in trainer.loggers],
         "should_stop": trainer.should_stop,
     }
     part = path.with_suffix(".part")
@@ -193,6 +194,9 @@ def read_result(trainer: pl.Trainer, module: pl.LightningModule, path: Path) -> 
     for name in ("best_model_path", "last_model_path", "best_model_score"):
         if checkpoint is not None and hasattr(checkpoint, name):
             setattr(checkpoint, name, result[name])
+    for logger, version in zip(trainer.loggers, result["logger_versions"], strict=True):
+        if hasattr(logger, "_version"):
+            logger._version = version  # what runs after fit is logged beside it
     trainer.fit_loop.load_state_dict(result["fit_loop"])
     lightning_internals.end_restart(trainer)
     trainer.should_stop = result["should_stop"]

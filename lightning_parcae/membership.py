@@ -106,9 +106,7 @@ class Membership:
         self.agent.close(goodbye=goodbye)
 
 
-def connect_membership(
-    *, coordinator: str, job_id: str, failure_timeout_s: float, bind_host: str | None
-) -> Membership:
+def connect_membership(*, coordinator: str, job_id: str, failure_timeout_s: float, bind_host: str | None) -> Membership:
     """Connect this process to its job.
 
     Raises:
@@ -151,7 +149,11 @@ def _address_towards(host: str, port: int) -> str:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for package, distribution in (("lightning_parcae", "lightning-parcae"), ("lightning", "lightning"), ("torch", "torch")):
+    for package, distribution in (
+        ("lightning_parcae", "lightning-parcae"),
+        ("lightning", "lightning"),
+        ("torch", "torch"),
+    ):
         try:
             found[package] = version(distribution)
         except PackageNotFoundError:

@@ -39,6 +39,7 @@ _TICK_S = 0.05
 _STEP_POLL_S = 0.05
 _START_TIMEOUT_S = 30.0
 _MAX_CRASHES = 3
+_LONGEST_STEP_S = 30.0
 _RECORDS = ("timeline.jsonl", "processes.jsonl", "coordinator.log", "commits")
 
 
@@ -146,6 +147,7 @@ class Supervisor:
         self._follower: LogFollower | None = None
         self._interrupts = 0
         self._interrupts_seen = 0
+        self._sign_at = 0.0  # of life, after an interrupt
         self._crashes = 0
         self._restart_at: list[float] = []
         self._formed_at: float | None = None
@@ -338,10 +340,12 @@ class Supervisor:
 
     def _take_event(self, event: dict[str, Any]) -> None:
         """Take one event in: show it, and follow the log of rank 0."""
-        rank0_before = self.view.rank0
+        rank0_before, step_before = self.view.rank0, self.view.step
         line = self.view.take(event)
         if self.view.rank0 is not None and self.view.rank0 != rank0_before:
             self._show_log_of(self.view.rank0, from_start=rank0_before is None)
+        if self.view.step != step_before:
+            self._sign_at = time.monotonic()
         if self._formed_at is None and self.view.reconfigurations:
             self._formed_at = time.monotonic()
         if line is not None:
@@ -383,6 +387,7 @@ class Supervisor:
                 continue
             if record.process.poll() is not None:
                 record.is_gone = True
+                self._sign_at = now
                 self._note("ended", record)
                 self._show_exit(record)
                 if self._restart and self._over_at is None and record.exit_code != 0:
@@ -390,7 +395,7 @@ class Supervisor:
             elif record.kill_at is not None and now >= record.kill_at:
                 self._signal(record, signal.SIGKILL)
                 record.kill_at = None
-            elif self._over_at is not None and record.kill_at is None:
+            elif record.kill_at is None and (self._over_at is not None or self._interrupts):
                 self._limit_end(record, now)
         due = [when for when in self._restart_at if now >= when]
         self._restart_at = [when for when in self._restart_at if now < when]
@@ -406,12 +411,15 @@ class Supervisor:
 
         After a success, code behind ``fit`` may run as long as it likes. A stopped process never ends by itself.
         """
-        assert self._over_at is not None
-        is_graceful = self.view.is_finished or (self.view.stop is not None and self.view.stop.graceful)
+        over_at = now if self._over_at is None else self._over_at
+        is_graceful = self.view.is_finished or self._over_at is None or self.view.stop is None or self.view.stop.graceful
         if record.process.is_stopped:
             record.kill_at = now
-        elif not is_graceful or record.name in self.view.dead:
-            record.kill_at = self._over_at + self._failure_timeout_s + 10.0
+        elif not is_graceful or record.name in self.view.dead or self._error is not None:
+            record.kill_at = over_at + self._failure_timeout_s + 10.0
+        elif self._interrupts and now - self._sign_at > self._failure_timeout_s + _LONGEST_STEP_S:
+            self._console.event(f"{record.name} does not stop: killing it", "bad")
+            record.kill_at = now
 
     def _plan_restart(self, record: InstanceRecord, now: float) -> None:
         """Replace an instance that died, unless all die before they have joined."""
@@ -481,6 +489,7 @@ class Supervisor:
                     self._signal(record, signal.SIGKILL)
             self._over_at = self._over_at or time.monotonic()
             return
+        self._sign_at = time.monotonic()
         self._console.event("interrupted: stopping at the next step; once more kills at once", "warn")
         assert self._admin is not None
         try:

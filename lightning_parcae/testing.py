@@ -54,9 +54,9 @@ def _read() -> list[dict[str, Any]] | None:
     faults: list[dict[str, Any]] = json.loads(text)
     for fault in faults:
         if fault.get("point") not in POINTS:
-            raise ValueError(f"PARCAE_FAULT_POINTS names the point {fault.get('point')!r}; there are {', '.join(POINTS)}")
+            raise ValueError(f"PARCAE_FAULT_POINTS: no point {fault.get('point')!r}; there are {', '.join(POINTS)}")
         if fault.get("action") not in (*_SIGNALS, "raise"):
-            raise ValueError(f"PARCAE_FAULT_POINTS names the action {fault.get('action')!r}; use kill, stop, notice, raise")
+            raise ValueError(f"PARCAE_FAULT_POINTS: no action {fault.get('action')!r}; use kill, stop, notice or raise")
     name = os.environ.get("PARCAE_INSTANCE", "")
     return [fault for fault in faults if fault.get("instance", "*") in ("*", name)]
 

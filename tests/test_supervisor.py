@@ -157,13 +157,13 @@ def _wait_for_generation(run_dir: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_interrupts(run_dir: Path, times: int) -> None:
-    with _cli(run_dir, _STUB[1], "train", "3000") as process:
+@pytest.mark.parametrize(("mode", "times"), [("train", 1), ("stubborn", 2)])
+def test_interrupts(run_dir: Path, mode: str, times: int) -> None:
+    with _cli(run_dir, _STUB[1], mode, "3000") as process:
         _wait_for_generation(run_dir)
         for _ in range(times):
             process.send_signal(signal.SIGINT)
-            time.sleep(0.1 if times == 2 else 0.0)
+            time.sleep(0.3)
         shown, _ = process.communicate(timeout=20)
     assert process.returncode == ExitCode.INTERRUPTED
     assert "Traceback" not in shown

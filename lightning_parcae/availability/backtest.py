@@ -28,6 +28,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _QUANTILES = (0.1, 0.5, 0.9)
+# A distribution that is better as a whole may have a median that is worse by so little.
+_ERROR_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ class ForecastChooser:
     """Use the forecaster that has shown skill on this job's own history, else "nothing changes".
 
     Each interval every candidate forecasts; when the truth is known, all are scored. A candidate is used if its CRPS is
-    clearly smaller than that of the yardstick and the error of its median is not larger.
+    clearly smaller than that of the yardstick (by a margin, and by more than chance gives) and the error of its median
+    at most 1 % larger.
 
     Args:
         candidates: Whom to choose from, the yardstick not among them.
@@ -188,7 +191,7 @@ class ForecastChooser:
         *,
         horizon: int,
         capacity: int,
-        min_scores: int = 20,
+        min_scores: int = 60,
         memory: int = 240,
         margin: float = 0.02,
     ) -> None:
@@ -249,8 +252,12 @@ class ForecastChooser:
         base = means[0]
         best = 0
         for index in range(1, len(forecasts)):
-            fits = means[index].absolute_error <= base.absolute_error * (1 + 1e-9)
-            if fits and means[index].crps < min(base.crps * (1 - self._margin), means[best].crps):
+            fits = means[index].absolute_error <= base.absolute_error * (1 + _ERROR_TOLERANCE) + 1e-12
+            if (
+                fits
+                and self._is_sure(index)
+                and means[index].crps < min(base.crps * (1 - self._margin), means[best].crps)
+            ):
                 best = index
         skills = [_skill(mean.crps, base.crps) for mean in means]
         rest = ", ".join(
@@ -264,3 +271,9 @@ class ForecastChooser:
         name = self._candidates[best].name
         text = f"{name}: skill {skills[best]:+.0%} over {len(self._scores)} forecasts{others}"
         return Choice(forecasts[best], skills[best], text)
+
+    def _is_sure(self, index: int) -> bool:
+        """Return whether a candidate's lead is more than one standard error; overlapping forecasts count once."""
+        leads = np.array([row[0].crps - row[index].crps for row in self._scores])
+        independent = max(len(leads) / self._horizon, 1.0)
+        return bool(leads.mean() > leads.std() / np.sqrt(independent))

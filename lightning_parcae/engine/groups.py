@@ -9,7 +9,6 @@ for the coordinator to say.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -21,9 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parcae.engine import sockets
-from lightning_parcae.engine.sockets import Address, Endpoints, OpenSocket
+from lightning_parcae.engine.rendezvous import RendezvousClient, RendezvousStore, split_address
+from lightning_parcae.engine.sockets import Endpoints, OpenSocket
 from lightning_parcae.errors import GenerationBrokenError
 from lightning_parcae.planning.layout import Layout
+
+__all__ = ["SLOT_BYTES", "Group", "Groups", "Pending", "RendezvousStore"]
 
 log = logging.getLogger(__name__)
 
@@ -35,48 +37,6 @@ _BUCKET_BYTES = 8 << 20
 _BUCKETS_IN_FLIGHT = 2
 _POLL_S = 0.002
 _device_lock = threading.Lock()
-_client_lock = threading.Lock()
-
-
-def _split_address(address: str) -> Address:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f'a store address reads "host:port", got {address!r}')
-    return host.strip("[]"), int(port)
-
-
-class RendezvousStore:
-    """A TCPStore server of this process; the members of a generation meet at the one of rank 0's instance.
-
-    Args:
-        bind_host: The only address it listens on.
-
-    Attributes:
-        address: Where it listens, ``"host:port"``.
-    """
-
-    def __init__(self, bind_host: str = "127.0.0.1") -> None:
-        # TCPStore binds to every interface unless it is handed a listening socket.
-        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        listener = socket.create_server((bind_host, 0), family=family, backlog=512)
-        host, port = listener.getsockname()[:2]
-        self.address = f"{host}:{port}"
-        self._endpoints = Endpoints(local={(host, port)}, remote={(host, port)})
-        sockets.close_in_children(self._endpoints)
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self._store: dist.TCPStore | None = dist.TCPStore(
-            reachable,
-            port,
-            None,
-            True,
-            timedelta(seconds=30),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    def close(self) -> None:
-        """Stop the server; groups that are formed do not need it any more."""
-        self._store = None
 
 
 class Pending:
@@ -110,7 +70,6 @@ class _Generation:
     def __init__(self, number: int, abort_event: threading.Event | None) -> None:
         self.number = number
         self.endpoints = Endpoints()
-        self.store_endpoints = Endpoints()  # apart: other generations may be connected to the same store
         self.connections: list[OpenSocket] = []
         self.is_aborted = False
         self._abort_event = abort_event
@@ -374,7 +333,8 @@ class _Formation:
         self.done = threading.Event()
         self._layout = layout
         self._me = me
-        self._store_address = _split_address(store_address)
+        split_address(store_address)  # a bad one is the caller's error, not the generation's
+        self._store_address = store_address
         self._bind_host = bind_host
         self._timeout = timedelta(seconds=timeout_s)
         self._op_timeout = timedelta(seconds=op_timeout_s)
@@ -383,7 +343,7 @@ class _Formation:
         self._is_abandoned = False
         self._groups: Groups | None = None
         self._error: Exception | None = None
-        self._store_sockets: list[OpenSocket] = []
+        self._store: RendezvousClient | None = None
         self._present: set[int] = set()
 
     def missing(self) -> str:
@@ -400,10 +360,9 @@ class _Formation:
         if groups is not None:
             groups.close()
         self.state.is_aborted = True
-        # While it waits for absent members it sees this by itself; torch logs a page of frames for a broken connection.
-        if not self.done.wait(0.03):
-            sockets.shut_down(self._store_sockets)
-            sockets.shut_down(sockets.connected(self.state.endpoints))
+        if self._store is not None:
+            self._store.close()
+        sockets.shut_down(sockets.connected(self.state.endpoints))
         return None, self._error
 
     def run(self) -> None:
@@ -418,14 +377,18 @@ class _Formation:
         except Exception as error:  # handed over to the thread that waits for the outcome
             self._error = error.with_traceback(None)  # the frames would keep half-built groups alive
         finally:
+            if self._store is not None:
+                self._store.close()  # formed groups have no use for it
             self.done.set()
 
     def _form(self) -> Groups:
         layout = self._layout
         rank = layout.rank_of(self._me)
-        store = dist.PrefixStore(f"parcae/{layout.generation}", self._connect_store())
+        store = self._store = RendezvousClient(self._store_address, self._timeout.total_seconds())
+        if self._is_abandoned:
+            store.close()
         with _device_lock:
-            host = self._local_host()
+            host = self._local_host(store)
             device, address = sockets.make_with_listener(
                 lambda: dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
             )
@@ -433,7 +396,7 @@ class _Formation:
         sockets.close_in_children(endpoints)
         if address is not None:
             endpoints.local.add(address)
-        store.set(f"member/{rank}", "" if address is None else f"{address[0]}:{address[1]}")
+        store.set(self._key(f"member/{rank}"), "" if address is None else f"{address[0]}:{address[1]}")
         self._meet(store, endpoints)
 
         place = layout.place_of(self._me)
@@ -454,56 +417,29 @@ class _Formation:
         sockets.tune(self.state.connections, self._failure_timeout_s)
         return Groups(self.state, world, pipeline, replicas)
 
-    def _connect_store(self) -> dist.TCPStore:
-        host, port = self._store_address
-
-        def connect() -> dist.TCPStore:
-            return dist.TCPStore(host, port, None, False, self._timeout, wait_for_workers=False)
-
-        # One at a time, so that a new connection to the store can only be ours. It is shut down when we are abandoned:
-        # a stopped server would hold this thread for ever.
-        if not _client_lock.acquire(timeout=1.0):
-            return connect()
-        try:
-            there = {str(item[4][0]) for item in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-            to_store = self.state.store_endpoints
-            to_store.remote = {(name, port) for name in there}
-            sockets.close_in_children(to_store)
-            before = set(sockets.connected(to_store))
-            store = connect()
-            self._store_sockets = [item for item in sockets.connected(to_store) if item not in before]
-            return store
-        finally:
-            _client_lock.release()
-
-    def _local_host(self) -> str:
-        if self._bind_host not in ("", "0.0.0.0", "::"):
-            return self._bind_host
+    def _local_host(self, store: RendezvousClient) -> str:
         # Peers must be told an address they can connect to: the one that faces the store.
-        family = socket.AF_INET6 if ":" in self._store_address[0] else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(self._store_address)
-            return str(probe.getsockname()[0])
+        return store.local_host if self._bind_host in ("", "0.0.0.0", "::") else self._bind_host
 
-    def _meet(self, store: dist.Store, endpoints: Endpoints) -> None:
+    def _meet(self, store: RendezvousClient, endpoints: Endpoints) -> None:
         """Wait until every member has published its address.
 
         Only then are groups built, so that an absent member holds nobody inside gloo.
         """
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        pause = 0.001
-        for rank in range(len(self._layout.order)):
-            while not store.check([f"member/{rank}"]):
-                if self._is_abandoned or time.monotonic() > deadline:
-                    raise GenerationBrokenError(f"generation {self._layout.generation} was not completed in time")
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.01)
-            self._present.add(rank)
-            published = store.get(f"member/{rank}").decode()
-            if published and self._layout.order[rank] != self._me:
-                endpoints.remote.add(_split_address(published))
+        order = self._layout.order
+        ranks = {self._key(f"member/{rank}"): rank for rank in range(len(order))}
 
-    def _group(self, name: str, members: list[str], store: dist.Store, device: Any, threads: int = 1) -> Group:
+        def found(key: str, value: bytes) -> None:
+            self._present.add(ranks[key])
+            if value and order[ranks[key]] != self._me:
+                endpoints.remote.add(split_address(value.decode()))
+
+        store.collect(list(ranks), found)
+
+    def _key(self, name: str) -> str:
+        return f"parcae/{self._layout.generation}/{name}"
+
+    def _group(self, name: str, members: list[str], store: RendezvousClient, device: Any, threads: int = 1) -> Group:
         if self._is_abandoned:
             raise GenerationBrokenError(f"generation {self._layout.generation} was abandoned")
         rank = members.index(self._me)
@@ -511,6 +447,6 @@ class _Formation:
         options._devices = [device]
         options._threads = threads
         options._timeout = self._timeout
-        backend = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(members), options)
+        backend = dist.ProcessGroupGloo(dist.PrefixStore(self._key(name), store), rank, len(members), options)
         backend._set_default_timeout(self._op_timeout)
         return Group(backend, rank, len(members), self.state)

@@ -131,7 +131,7 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if ctx.graph is None:
-            raise RuntimeError("the backward pass of a pipeline was run twice; keep retain_graph=False and call it once")
+            raise RuntimeError("a pipeline's backward pass runs once; it was called again. Compute the loss anew first")
         (leaves, outputs), ctx.graph = ctx.graph, None
         wanted = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         if wanted:

@@ -58,7 +58,7 @@ FINAL = 1 << 62
 """Stands for the generation when peers ask for the state at the end of ``fit``."""
 
 
-class RollbackRequired(BaseException):  # noqa: N818 - a signal that user code's `except Exception` must not catch
+class RollbackRequired(BaseException):
     """State was held by nobody who survived; the members start again from the newest checkpoint."""
 
     def __init__(self, reason: str) -> None:
@@ -66,7 +66,7 @@ class RollbackRequired(BaseException):  # noqa: N818 - a signal that user code's
         self.reason = reason
 
 
-class LeaveJob(SystemExit):  # noqa: N818 - not an error: the instance goes as it was told to
+class LeaveJob(SystemExit):
     """This instance leaves the job; the script ends with ``code`` (0 after a notice)."""
 
     def __init__(self, reason: str, code: int = 0) -> None:
@@ -74,7 +74,7 @@ class LeaveJob(SystemExit):  # noqa: N818 - not an error: the instance goes as i
         self.reason = reason
 
 
-class JobOver(BaseException):  # noqa: N818 - a signal, see RollbackRequired
+class JobOver(BaseException):
     """``fit`` ended while this instance waited as a spare; it now holds the final state."""
 
 
@@ -433,7 +433,7 @@ class Session:
         wanted = [(layer, source) for layer, source in wanted if layer not in self._resident]
         requests = [(self._addresses[source][0], f"layer:{layer}") for layer, source in wanted]
         trees = client.fetch_many(requests, commit.generation, timeout_s) if requests else []
-        for (layer, _), tree in zip(wanted, trees):
+        for (layer, _), tree in zip(wanted, trees, strict=True):
             self._load(layer, tree)
         missing = set(mine) - self._resident
         if missing:
@@ -519,7 +519,7 @@ class Session:
         finally:
             with self._lock:
                 self._client = None
-        return dict(zip(layers, trees))
+        return dict(zip(layers, trees, strict=True))
 
     def serve_layers(self) -> None:
         """Let the other members fetch layers until the operation's vote; see :meth:`fetch_layers`."""
@@ -651,9 +651,7 @@ class Session:
                 secret=self._endpoint.secret, job_id=self._endpoint.job_id, incarnation=self._endpoint.incarnation
             )
             try:
-                self._host.inject_trainer(
-                    client.fetch(address, "trainer", FINAL, self._endpoint.failure_timeout_s)
-                )
+                self._host.inject_trainer(client.fetch(address, "trainer", FINAL, self._endpoint.failure_timeout_s))
                 layers = range(len(self._host.layers))
                 trees = client.fetch_many(
                     [(address, f"layer:{layer}") for layer in layers],
@@ -663,7 +661,7 @@ class Session:
             except MigrationError as error:
                 last = error
                 continue
-            for layer, tree in zip(layers, trees):
+            for layer, tree in zip(layers, trees, strict=True):
                 self._load(layer, tree)
             return
         raise MigrationError(f"none of {list(finished.holders)} served the final state: {last}")

@@ -30,6 +30,8 @@ Configs = tuple[ParallelConfig, ...]
 
 _DRAWS = 64  # sets of victims looked at where no closed form exists and there are too many to enumerate
 _MOST_PAIRS = 150
+# More victims than this change the greedy match's expectation by less than the draws do.
+_MOST_MATCHED = 4
 
 
 class MigrationCost(Protocol):
@@ -420,9 +422,10 @@ class ReferenceCost:
         return float(moved + fine * intra), float(1.0 - fine)
 
     def _other_stages(self, old: ParallelConfig, new: ParallelConfig, victims: int) -> float:
-        key = ("other", old, new.num_stages, victims)
+        counted = min(victims, _MOST_MATCHED)
+        key = ("other", old, new.num_stages, counted)
         if key not in self._cache:
-            self._cache[key] = self._expect_missing_s(old, new.num_stages, victims)
+            self._cache[key] = self._expect_missing_s(old, new.num_stages, counted)
         missing_s: float = self._cache[key]
         spread_s = max(self._stage_s(new.num_stages)) if new.num_pipelines > 1 else 0.0
         return missing_s + spread_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from lightning_parcae.planning.parallel_config import ParallelConfig
@@ -35,7 +36,7 @@ class Layout:
         if not set(names) <= set(self.order):
             raise ValueError(f"every instance of the grid needs a rank, got grid {self.grid} and order {self.order}")
         steps = self.boundaries
-        if len(steps) != len(self.grid[0]) + 1 or steps[0] != 0 or any(a >= b for a, b in zip(steps, steps[1:])):
+        if len(steps) != len(self.grid[0]) + 1 or steps[0] != 0 or any(a >= b for a, b in pairwise(steps)):
             raise ValueError(f"{len(self.grid[0])} stages need as many non-empty runs of layers, got {steps}")
 
     @property

@@ -109,9 +109,21 @@ def test_chooser_refuses_nonsense() -> None:
 
 
 @needs_data
-@pytest.mark.parametrize("name", ["parcae/p3_counts.csv", "bamboo/g4dn-trace.csv", "bamboo/a100x1-east1b.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parcae/p3_counts.csv",
+        "bamboo/g4dn-trace.csv",
+        "bamboo/a100x1-east1b.txt",
+        "bamboo/v100x1-east1c.txt",
+        "parcae/segments/gpt-1.5b/trace_hh_55_65.txt",
+        "parcae/segments/gpt-1.5b/trace_hl_15_25.txt",
+        "parcae/segments/gpt-1.5b/trace_lh_80_90.txt",
+        "parcae/segments/gpt-1.5b/trace_ll_10_11.txt",
+    ],
+)
 def test_chooser_is_never_worse_than_no_change_by_more_than_one_percent(name: str) -> None:
-    counts = AvailabilityTrace.read(DATA / name).resample(60.0)[:500]
+    counts = AvailabilityTrace.read(DATA / name).resample(60.0)[:400]
     capacity, horizon = int(counts.max()), 8
     chooser = ForecastChooser([EventRates()], horizon=horizon, capacity=capacity)
     crps, errors, base = [], [], []

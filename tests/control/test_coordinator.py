@@ -337,7 +337,7 @@ def test_a_member_dies_while_the_first_generation_forms() -> None:
     job.acknowledge()
     job.form("a", "b")
     job.clock = 0
-    job.held = dict.fromkeys(job.held, [0, 1, 2, 3])
+    job.held = {name: [0, 1, 2, 3] for name in job.held}
     job.kill("d")
     assert job.prepare_of("a").urgent
     job.acknowledge("a", "b", "c", clock=0, at_boundary=False)

@@ -85,6 +85,7 @@ class Stub:
                 self.change(prepare.generation)
             elif self.layers_in_use and self.is_over():
                 self.agent.send(Finished())
+                self.agent.wait(lambda agent: agent.job_finished or agent.released, 5.0)
                 break
             elif self.is_rank0:
                 self.progress()
@@ -97,7 +98,8 @@ class Stub:
     def is_over(self) -> bool:
         """Whether fit is over."""
         stop = self.agent.stop_request
-        return self.step >= self.steps or (stop is not None and stop.graceful)
+        stops = stop is not None and stop.graceful and self.mode != "stubborn"
+        return self.step >= self.steps or stops
 
     def change(self, generation: int) -> None:
         """Stop, and form a generation."""

@@ -31,7 +31,9 @@ def fork_server() -> Any:
     return context
 
 
-def _run_instance(environment: dict[str, str], log_path: str, target: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+def _run_instance(
+    environment: dict[str, str], log_path: str, target: Callable[..., Any], kwargs: dict[str, Any]
+) -> None:
     os.environ.update(environment)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning as L  # noqa: N812
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
