@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_parcae.planning.layout import Layout
+from lightning_parcae.testing import reach
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,10 @@ class ParcaeCallback(Callback):
         # rank 0 alone writes them: the pauses are measured by each member for itself
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=step)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        reach("epoch_end")
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Console:
         self._bar_written_at = -float("inf")
         self._line = ""  # what stands in the unfinished line
         self._last_line = ""
+        self._last_step = 0
         self._is_broken = False
         self._shown = ""
 
@@ -82,6 +83,21 @@ class Console:
             if time.monotonic() - self._bar_written_at >= self._bar_interval_s:
                 self._bar_written_at = time.monotonic()
                 self._write_line(drawings[-1])
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables that make instances, whose output goes to a file, draw their progress bars for this stream."""
+        return {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"} if self._is_tty else {}
+
+    def progress(self, step: int, epoch: int) -> None:
+        """Say how far the job is, from time to time, where no bar can be drawn."""
+        now = time.monotonic()
+        if self._is_tty or step == self._last_step or now - self._bar_written_at < self._bar_interval_s:
+            return
+        rate = (step - self._last_step) / (now - self._bar_written_at)
+        speed = f", {rate:.1f} steps/s" if self._last_step and rate > 0 else ""
+        self._bar_written_at, self._last_step = now, step
+        self.event(f"step {step}, epoch {epoch}{speed}")
 
     def event(self, text: str, level: str = "info") -> None:
         """Write an event line, stamped with the time of day."""

@@ -34,6 +34,8 @@ _MODULE = "lightning_parcae.demo_models"
 _NUM_INSTANCES = 4
 DEFAULT_STEPS = 240
 _FAILURE_TIMEOUT_S = 4.0
+#: Joiners need some seconds to warm up: a step takes at least so long, or a fast machine is done before they come.
+_PACE_S = 0.12
 _REFERENCE_TIMEOUT_S = 240.0
 #: Both run in float64, so that what is left is the order of additions.
 _LOSS_TOLERANCE = 1e-9
@@ -48,6 +50,8 @@ class DemoResult:
         model: The model.
         report: Its run directory, read.
         steps: Steps that the job made.
+        first_loss: Loss of the first step.
+        last_loss: Loss of the last step.
         num_committed: Samples committed.
         num_duplicated: Samples committed more often than once per epoch.
         num_lost: Samples left out.
@@ -61,6 +65,8 @@ class DemoResult:
     model: str
     report: RunReport
     steps: int = 0
+    first_loss: float = float("nan")
+    last_loss: float = float("nan")
     num_committed: int = 0
     num_duplicated: int = 0
     num_lost: int = 0
@@ -107,26 +113,27 @@ def run_demo(models: Sequence[str], *, steps: int, keep: Path | None = None) -> 
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _command(model: str, out: Path, steps: int) -> list[str]:
+def _command(model: str, out: Path, steps: int, pace_s: float) -> list[str]:
     """Return what each instance runs, and the reference too."""
     command = [sys.executable, "-m", "lightning_parcae.run_script", "-m", _MODULE]
-    return [*command, model, "--out", str(out), "--steps", str(steps)]
+    return [*command, model, "--out", str(out), "--steps", str(steps), "--pace", str(pace_s)]
 
 
 def _script(steps: int) -> FaultScript:
     """Return what happens to the job; each loss waits until two pipelines run again, as no checkpoint is kept."""
     return (
         FaultScript(seed=3)
-        .add(2, at_step=steps // 12)
-        .kill("any", at_step=steps // 6, min_pipelines=2)
-        .stop("any", at_step=steps // 4, min_pipelines=2)
-        .notice("rank0", grace_s=30.0, at_step=steps // 3, min_pipelines=2)
+        .add(2, at_step=2)
+        .kill("any", at_step=steps // 12, min_pipelines=2)
+        .stop("any", at_step=steps // 3, min_pipelines=2)
+        .notice("rank0", grace_s=30.0, at_step=steps // 2, min_pipelines=2)
+        .cont("stopped", at_step=steps // 2 + 10)
     )
 
 
 def _supervisor(model: str, run_dir: Path, steps: int, console: Console) -> Supervisor:
     return Supervisor(
-        _command(model, run_dir, steps),
+        _command(model, run_dir, steps, _PACE_S),
         num_instances=_NUM_INSTANCES,
         run_dir=run_dir,
         job_id=f"demo-{model}-{os.getpid()}",
@@ -145,7 +152,7 @@ def _run_references(folders: dict[str, Path], steps: int, console: Console) -> b
     try:
         for model, folder in folders.items():
             folder.mkdir(parents=True, exist_ok=True)
-            command = _command(model, folder, steps)
+            command = _command(model, folder, steps, 0.0)
             children[model] = ChildProcess(command, environ=environ, log_path=folder / "log")
         deadline = time.monotonic() + _REFERENCE_TIMEOUT_S
         while any(child.poll() is None for child in children.values()) and time.monotonic() < deadline:
@@ -204,6 +211,7 @@ def _check_losses(result: DemoResult, run_dir: Path, reference: Path, steps: int
     result.steps = len(got)
     if sorted(got) != list(range(1, steps + 1)):
         result.broken.append(f"{len(got)} of {steps} steps have a loss")
+    result.first_loss, result.last_loss = got[min(got)][0], got[max(got)][0]
     result.loss_difference = max(
         abs(loss - want[step][0]) / abs(want[step][0]) for step, losses in got.items() for loss in losses
     )
@@ -251,6 +259,10 @@ def _check_samples(result: DemoResult, run_dir: Path, finished_steps: int) -> No
 
 def _check_processes(result: DemoResult, supervisor: Supervisor) -> None:
     """Who was there at the end is the process that was started under this name."""
+    placed = {name for change in supervisor.view.reconfigurations for row in change.layout.grid for name in row}
+    unused = sorted(set(supervisor.instances) - placed)
+    if unused:
+        result.broken.append(f"never took part: {' '.join(unused)}")
     result.survivors = tuple(name for name, record in supervisor.instances.items() if record.lived_at_finish)
     for path in sorted((supervisor.run_dir / "losses").glob("*.jsonl")):
         pids = {json.loads(line)["pid"] for line in path.read_text(encoding="ascii").splitlines()}
@@ -267,13 +279,14 @@ def _show(results: Sequence[DemoResult], seconds: float, folder: Path | None) ->
     """Show what happened and what was promised."""
     out = RichConsole()
     for result in results:
-        out.print(result.report.events_table(f"{result.model}: what happened"))
+        out.print(result.report.generations_table(f"{result.model}: layouts over time"))
     table = Table(title="the promises")
     table.add_column("")
     for result in results:
         table.add_column(result.model, justify="right")
     rows: list[tuple[str, Callable[[DemoResult], str]]] = [
         ("steps", lambda r: str(r.steps)),
+        ("loss", lambda r: f"{r.first_loss:.3f} > {r.last_loss:.3f}"),
         ("layouts over time", lambda r: " > ".join(r.report.layouts)),
         ("samples committed", lambda r: str(r.num_committed)),
         ("samples duplicated", lambda r: str(r.num_duplicated)),

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from lightning_parcae.sharding.ledger import ReadRecord
 from lightning_parcae.strategy import ParcaeStrategy
 
 MODELS = ("digits", "chargpt")
@@ -135,7 +136,7 @@ class DigitsClassifier(_Trained):
 class CharGPT(_Trained):
     """A small decoder-only transformer over characters."""
 
-    def __init__(self, steps: int, vocabulary: int, context: int, width: int = 64, depth: int = 4) -> None:
+    def __init__(self, steps: int, vocabulary: int, context: int, width: int = 48, depth: int = 4) -> None:
         super().__init__(steps, learning_rate=2e-3)
         self.net = nn.Sequential(
             TokenEmbedding(vocabulary, context, width),
@@ -170,7 +171,7 @@ class RecordedDataset(Dataset[Any]):
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self._folder is not None:
-            _append(self._folder / f"{_instance()}-{os.getpid()}.jsonl", {"time": time.time(), "index": int(index)})
+            _append(self._folder / f"{_instance()}-{os.getpid()}.jsonl", ReadRecord(int(index)).to_json())
         return self._inputs[index], self._targets[index]
 
 
@@ -179,10 +180,18 @@ class LossRecord(pl.Callback):
 
     Args:
         folder: Gets one file per instance.
+        pace_s: Seconds that a step takes at least, so that there is time to watch.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, pace_s: float = 0.0) -> None:
+        self._folder, self._pace_s = folder, pace_s
+        self._began_at = 0.0
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._began_at = time.monotonic()
 
     @override
     def on_train_batch_end(
@@ -195,7 +204,8 @@ class LossRecord(pl.Callback):
             "epoch": trainer.current_epoch,
             "loss": float(outputs["loss"]),
         }
-        _append(self._folder / f"{_instance()}.jsonl", record)
+        _append(self._folder / f"{_instance()}.jsonl", json.dumps(record))
+        time.sleep(max(0.0, self._pace_s - (time.monotonic() - self._began_at)))
 
 
 def digits_data(folder: Path | None = None) -> RecordedDataset:
@@ -232,12 +242,12 @@ def _instance() -> str:
     return os.environ.get("PARCAE_INSTANCE", "solo")
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
+def _append(path: Path, line: str) -> None:
     """Add a line to a file with one write, so that a kill leaves whole lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, (json.dumps(record) + "\n").encode("ascii"))
+        os.write(descriptor, f"{line}\n".encode("ascii"))
     finally:
         os.close(descriptor)
 
@@ -248,6 +258,7 @@ def main() -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--pace", type=float, default=0.0, metavar="S", help="seconds that a step takes at least")
     options = parser.parse_args()
 
     pl.seed_everything(_SEED)
@@ -271,7 +282,7 @@ def main() -> None:
         precision="64-true",
         max_steps=options.steps,
         gradient_clip_val=1.0,
-        callbacks=[LossRecord(options.out / "losses")],
+        callbacks=[LossRecord(options.out / "losses", options.pace)],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -32,8 +32,9 @@ class FaultEvent:
     Attributes:
         action: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``cont`` (SIGCONT), ``notice`` (warned, killed when the grace is
             over) or ``add`` (new instances).
-        target: An instance (``i2``), ``any`` (any member of the running generation), ``rank0``, ``spare``, or
-            ``node:NAME`` (the instance that an ``add`` for this node of a trace has started). Unused by ``add``.
+        target: An instance (``i2``), ``any`` (any member of the running generation), ``rank0``, ``spare``,
+            ``stopped`` (one that was stopped before), or ``node:NAME`` (the instance that an ``add`` for this node of a
+            trace has started). Unused by ``add``.
         at_step: Happens as soon as the job has reported this optimizer step.
         at_s: Happens so many seconds after the first generation has formed.
         min_pipelines: Happens only while the job runs undisturbed with so many pipelines; until then it waits. With 2,
@@ -68,7 +69,7 @@ class FaultEvent:
         if self.action == "add" and self.count < 1:
             raise ValueError(f"add needs a count of at least 1, got {self.count}")
         if self.action != "add" and not self.target:
-            raise ValueError(f"{self.action} needs the name of an instance, or any, rank0 or spare")
+            raise ValueError(f"{self.action} needs the name of an instance, or any, rank0, spare or stopped")
 
     def __str__(self) -> str:
         when = f"step {self.at_step}" if self.at_step is not None else f"{self.at_s:.1f} s"
@@ -252,7 +253,13 @@ class FaultRun:
         return due
 
     def victim(
-        self, target: str, *, order: Sequence[str], spares: Sequence[str], nodes: Mapping[str, str]
+        self,
+        target: str,
+        *,
+        order: Sequence[str],
+        spares: Sequence[str],
+        stopped: Sequence[str] = (),
+        nodes: Mapping[str, str],
     ) -> str | None:
         """Return the instance that a target means now, or None if there is none.
 
@@ -260,14 +267,15 @@ class FaultRun:
             target: As in :class:`FaultEvent`.
             order: Members of the running generation that still live, by rank.
             spares: Ready instances without a place.
+            stopped: Instances that do not run because of a signal.
             nodes: Instance started for each node of a trace.
         """
         if target.startswith(_NODE):
             return nodes.get(target.removeprefix(_NODE))
         if target == "rank0":
             return order[0] if order else None
-        if target in ("any", "spare"):
-            choices = list(order if target == "any" else spares)
+        if target in ("any", "spare", "stopped"):
+            choices = {"any": order, "spare": spares, "stopped": stopped}[target]
             return self._random.choice(choices) if choices else None
         return target
 

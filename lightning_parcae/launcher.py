@@ -66,6 +66,9 @@ class InstanceLauncher(_Launcher):
             try:
                 result = function(*args, **kwargs)
                 break
+            except lightning_internals.ExitFitQuietly:
+                self._leave(trainer)
+                raise
             except RollbackRequired as rollback:
                 self._strategy.begin_again(rollback.reason)
                 trainer._signal_connector.teardown()

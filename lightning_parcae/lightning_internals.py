@@ -18,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -221,7 +221,9 @@ def take_over_progress_bar(trainer: pl.Trainer, *, is_rank_zero: bool) -> None:
         bar.disable()
         return
     bar.enable()
-    if isinstance(bar, TQDMProgressBar) and trainer.training and trainer.state.stage == RunningStage.TRAINING:
+    if isinstance(bar, RichProgressBar):
+        bar._init_progress(trainer)  # does nothing if it is shown already
+    elif isinstance(bar, TQDMProgressBar) and trainer.training and trainer.state.stage == RunningStage.TRAINING:
         fresh = getattr(bar, "_train_progress_bar", None)
         if fresh is None or fresh.disable:
             bar.train_progress_bar = bar.init_train_tqdm()

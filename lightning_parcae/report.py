@@ -151,9 +151,9 @@ class RunReport:
         if self.view.stop is not None:
             out.print(Text(f"stopped: {self.view.stop.reason}", style="red"))
 
-    def generations_table(self) -> Table:
+    def generations_table(self, title: str = "layouts over time") -> Table:
         """Return the layouts over time."""
-        table = Table(title="layouts over time")
+        table = Table(title=title)
         for name in ("at", "step", "generation", "layout", "cause", "pause", "moved", "for"):
             table.add_column(name, justify="left" if name in ("layout", "cause") else "right")
         changes = self.view.reconfigurations
@@ -181,15 +181,6 @@ class RunReport:
             table.add_row(
                 item.cause, str(item.count), f"{item.median_s:.2f} s", f"{item.p95_s:.2f} s", f"{item.max_s:.2f} s"
             )
-        return table
-
-    def events_table(self, title: str) -> Table:
-        """Return what happened, one line each."""
-        table = Table(title=title, show_header=False)
-        table.add_column("at", justify="right")
-        table.add_column("what")
-        for seconds, level, text in self.lines:
-            table.add_row(f"{seconds:.1f} s", Text(text), style=_COLORS[level])
         return table
 
 

@@ -634,11 +634,18 @@ class ParcaeStrategy(ParallelStrategy):
         for module, training in zip(self.lightning_module.modules(), tree["modes"], strict=True):
             module.training = training
         self._operation.metrics.load(tree["metrics"])
+        if self._membership is not None:
+            self._membership.agent.step = self.trainer.global_step
 
     def restore(self, checkpoint: CheckpointRef, layers: Sequence[int]) -> None:
         """Take over the state of a checkpoint; see Host."""
         assert self._fallback is not None
         self._fallback.restore(self, checkpoint, layers)
+
+    def step_aside(self) -> None:
+        """Give up the rank; see Host."""
+        self.environment.assign(ParcaeEnvironment.NO_RANK, 1)
+        lightning_internals.take_over_progress_bar(self.trainer, is_rank_zero=False)
 
     def enter(self, layout: Layout, groups: Groups | None, reason: str, pause_s: float) -> None:
         """Begin to work in a new generation; see Host."""
@@ -716,6 +723,8 @@ class ParcaeStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
+        if self._membership is not None:
+            self._membership.agent.step = self.trainer.global_step + 1  # Lightning counts it when this returns
         reach("stepped")
         return result
 
@@ -943,7 +952,8 @@ class ParcaeStrategy(ParallelStrategy):
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this instance ends."""
-        if self._membership is not None and not isinstance(error, (LeaveJob, RollbackRequired)):
+        # Ctrl-C on one instance takes this instance away, not the job
+        if self._membership is not None and not isinstance(error, (LeaveJob, RollbackRequired, KeyboardInterrupt)):
             self._membership.report_failure(error, self.trainer.global_step)
 
     @override

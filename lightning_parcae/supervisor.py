@@ -201,6 +201,8 @@ class Supervisor:
         """Take what has happened, then do what is due."""
         self._take_events(timeout_s)
         self._follow_log()
+        if self._over_at is None:
+            self._console.progress(self.view.step, self.view.epoch)
         self._look_after_instances(time.monotonic())
         if self._interrupts > self._interrupts_seen:
             self._interrupt()
@@ -311,6 +313,7 @@ class Supervisor:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": str(columns),
+            **self._console.environ,
             **os.environ,
             **self._env,
             "PARCAE_COORDINATOR": self._address,
@@ -395,7 +398,7 @@ class Supervisor:
             elif record.kill_at is not None and now >= record.kill_at:
                 self._signal(record, signal.SIGKILL)
                 record.kill_at = None
-            elif record.kill_at is None and (self._over_at is not None or self._interrupts):
+            elif record.kill_at is None and (self._over_at is not None or self._interrupts_seen):
                 self._limit_end(record, now)
         due = [when for when in self._restart_at if now >= when]
         self._restart_at = [when for when in self._restart_at if now < when]
@@ -417,7 +420,7 @@ class Supervisor:
             record.kill_at = now
         elif not is_graceful or record.name in self.view.dead or self._error is not None:
             record.kill_at = over_at + self._failure_timeout_s + 10.0
-        elif self._interrupts and now - self._sign_at > self._failure_timeout_s + _LONGEST_STEP_S:
+        elif self._interrupts_seen and now - self._sign_at > self._failure_timeout_s + _LONGEST_STEP_S:
             self._console.event(f"{record.name} does not stop: killing it", "bad")
             record.kill_at = now
 
@@ -449,8 +452,14 @@ class Supervisor:
             names = list(self.instances)[-event.count :]
             self._console.event(f"script at {when}: add {', '.join(names)}", "warn")
             return
-        alive = [name for name in self.view.order if name in self.instances and not self.instances[name].is_gone]
-        name = self._faults.victim(event.target, order=alive, spares=sorted(self.view.spares), nodes=self._nodes)
+        alive = {name: record for name, record in self.instances.items() if record.process.poll() is None}
+        name = self._faults.victim(
+            event.target,
+            order=[name for name in self.view.order if name in alive],
+            spares=sorted(self.view.spares & set(alive)),
+            stopped=[name for name, record in alive.items() if record.process.is_stopped],
+            nodes=self._nodes,
+        )
         record = self.instances.get(name or "")
         if record is None or record.process.poll() is not None:
             self._console.event(f"script at {when}: {event.action} {event.target} left out, it is not there", "warn")

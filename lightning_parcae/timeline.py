@@ -1,7 +1,7 @@
 """What the coordinator's timeline says: the state of the job at any moment, and a line for people about each event.
 
-The timeline is a sequence of JSON objects ``{"time": unix seconds, "event": name, ...}``. The supervisor reads them as they
-happen, reports read them from ``timeline.jsonl``. Pure: no clock, no I/O but :func:`read_timeline`.
+The timeline is a sequence of JSON objects ``{"time": unix seconds, "event": name, ...}``. The supervisor reads them as
+they happen, reports read them from ``timeline.jsonl``. Pure: no clock, no I/O but :func:`read_timeline`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class JobView:
         dead: Instances that were declared dead.
         leaving: Instances with a notice, and the grace if it is known.
         step: Newest optimizer step.
+        epoch: Its data epoch.
         is_settled: Whether the newest generation is formed and nothing is known that will change it.
         is_finished: Whether ``fit`` is over.
         stop: How the job was stopped, if it was.
@@ -97,12 +98,13 @@ class JobView:
     dead: set[str] = field(default_factory=set)
     leaving: dict[str, float | None] = field(default_factory=dict)
     step: int = 0
+    epoch: int = 0
     is_settled: bool = False
     is_finished: bool = False
     stop: Ending | None = None
     num_rollbacks: int = 0
     _committed: Record | None = field(default=None, init=False)
-    _urgent: bool = field(default=False, init=False)
+    _prepared: Record | None = field(default=None, init=False)
     _died_how: list[Cause] = field(default_factory=list, init=False)
     _traceback: str | None = field(default=None, init=False)
 
@@ -120,7 +122,7 @@ class JobView:
     def spares(self) -> set[str]:
         """Ready instances without a place."""
         placed = set() if self.layout is None else {name for row in self.layout.grid for name in row}
-        return self.ready - placed
+        return self.ready - placed - set(self.leaving)
 
     @property
     def num_pipelines(self) -> int:
@@ -194,7 +196,7 @@ class JobView:
 
     def _on_prepared(self, record: Record) -> Line | None:
         self.is_settled = False
-        self._urgent = bool(record["urgent"])
+        self._prepared = record
         return None
 
     def _on_committed(self, record: Record) -> Line | None:
@@ -217,7 +219,7 @@ class JobView:
             layout=layout,
             pause_s=float(record["pause_s"]),
             bytes_moved=int(record["bytes_moved"]),
-            reason=str(committed["reason"]),
+            reason=str((self._prepared or committed)["reason"]),
             step=self.step,
         )
         self.reconfigurations.append(change)
@@ -239,7 +241,7 @@ class JobView:
             return "start"
         if self._died_how:
             return self._died_how[0]
-        if self._urgent:
+        if self._prepared is not None and self._prepared["urgent"]:
             return "link"
         if set(self.reconfigurations[-1].layout.order) - set(layout.order):
             return "notice"
@@ -252,6 +254,7 @@ class JobView:
 
     def _on_progress(self, record: Record) -> Line | None:
         self.step = int(record["step"])
+        self.epoch = int(record.get("epoch", self.epoch))
         return None
 
     def _on_failed(self, record: Record) -> Line | None:

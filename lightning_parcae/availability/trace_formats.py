@@ -292,9 +292,7 @@ def _json_plan(value: Mapping[str, Any], where: str, at_s: float) -> Row:
     return _counted(at_s, str(before + come - go), where, until_s)
 
 
-def _json_object(value: Any, source: str, interval_s: float) -> Iterator[Row]:
-    if not isinstance(value, dict):
-        _fail(source, f"a JSON trace is a list or an object, got {value!r}")
+def _json_object(value: Mapping[str, Any], source: str, interval_s: float) -> Iterator[Row]:
     counts = next((value[key] for key in _COUNT_KEYS if isinstance(value.get(key), list)), None)
     if counts is None:
         _fail(source, f"no list of counts among the keys {', '.join(value)}; expected one of {', '.join(_COUNT_KEYS)}")

@@ -86,6 +86,7 @@ MAX_FRUITLESS = 3
 WAITING_RECORD_EVERY_S = 10.0
 PROGRESS_RECORD_EVERY_S = 1.0
 MIN_ACK_TIMEOUT_S = 10.0
+MIN_BUSY_TIMEOUT_S = 60.0
 MIN_FORMATION_TIMEOUT_S = 30.0
 MIN_BYTES_PER_S = 20e6
 
@@ -153,6 +154,7 @@ class Coordinator:
         self._suspicion: _Suspicion | None = None
         self._started = False  # some generation was formed
         self._needs_checkpoint = False
+        self._lost_at = 0  # optimizer steps made when the job went back to a checkpoint
         self._interrupted = False  # a start broke, and those that wait have been interrupted
         self._waiting_since: float | None = None  # there are too few instances
         self._first_ready_at: float | None = None  # of those that wait for a generation
@@ -162,6 +164,7 @@ class Coordinator:
         self._over: Literal["done", "stopped"] | None = None
         self._first_finished_at: float | None = None
         self._pulling: set[str] = set()  # spares that lack the final state
+        self._pull_deadline = 0.0
 
         self._handlers: dict[type[Any], Callable[[str, Any], None]] = {
             Heartbeat: self._on_heartbeat,
@@ -377,6 +380,7 @@ class Coordinator:
         if name not in attempt.members or name in attempt.acks:
             return
         attempt.acks[name] = message
+        self._instances[name].step = max(self._instances[name].step, message.step)
         if attempt.first_stopped_at is None and name in self._active:
             attempt.first_stopped_at = self._now
         if attempt.all_active_stopped_at is None and not set(self._active) - set(attempt.acks):
@@ -520,6 +524,9 @@ class Coordinator:
             self._check_formation()
             self._check_suspicion()
             self._check_waiting()
+        elif self._pulling and self._now > self._pull_deadline:
+            for name in list(self._pulling):
+                self._has_pulled(name)  # its own trouble now
 
     def _forgive_own_pause(self) -> None:
         """Shift all bounds if this process itself stood still: the messages that came meanwhile are not yet read."""
@@ -550,11 +557,13 @@ class Coordinator:
             self._finish()  # they hold the final state and have gone on; the others can have it from them
             return
         since = attempt.prepared_at if attempt.urgent or not self._active else attempt.all_active_stopped_at
-        timeout_s = max(self.failure_timeout_s, MIN_ACK_TIMEOUT_S)
-        if since is None or self._now - since <= timeout_s:
-            return
-        for name in late:
-            if name in self._instances and self._over is None:
+        for name in late if since is not None else ():
+            # A member sends heartbeats while its main thread is busy in a long step or in the user's code; that must
+            # end, but its state is worth a wait. One that only waits for a place answers at once.
+            timeout_s = max(self.failure_timeout_s, MIN_ACK_TIMEOUT_S)
+            if name in self._active:
+                timeout_s = max(6 * self.failure_timeout_s, MIN_BUSY_TIMEOUT_S)
+            if self._now - since > timeout_s and name in self._instances and self._over is None:
                 self._declare_dead(name, f"it did not stop within {timeout_s:g} s for generation {attempt.generation}")
 
     def _is_left_behind(self, attempt: Attempt) -> bool:
@@ -642,11 +651,16 @@ class Coordinator:
         return suspected and any(name in attempt.acks for name in self._active)
 
     def _release_idle(self) -> None:
-        """Let instances with a notice go that have nothing to hand over."""
-        for name in self._instances if self._over is None else ():
+        """Let instances go that have nothing to hand over: those with a notice, and all when the job is to stop."""
+        stopping = self._stop is not None and self._stop.graceful
+        for name in self._instances if self._over is None or stopping else ():
             instance = self._instances[name]
             busy = name in self._active or (self._attempt is not None and name in self._attempt.members)
-            if instance.leaving and not instance.released and not busy:
+            if instance.released or busy or not (instance.leaving or stopping):
+                continue
+            if stopping:
+                self._release(name, "the job was stopped")
+            else:
                 self._release(name, "the hand-over is done" if instance.ready else "it had not joined the job yet")
 
     def _release(self, name: str, reason: str) -> None:
@@ -777,9 +791,10 @@ class Coordinator:
         except MembershipError as error:
             self._end(Stop(graceful=False, reason=str(error)))
             return
-        if standpoint.completed:
+        if standpoint.completed and self._broken is not None:
             self._started = True
             self._needs_checkpoint = False
+            self._say_what_is_lost(self._broken)
         self._broken = None
         self._layout, self._active = standpoint.layout, list(standpoint.active)
         if not self._may_go_on(attempt, standpoint):
@@ -926,6 +941,7 @@ class Coordinator:
         self._broken = self._suspicion = None
         self._started, self._needs_checkpoint = True, False
         self._waiting_since = self._first_ready_at = None
+        self._say_what_is_lost(attempt)
         self._failures.num_late_formations = 0
         self._record(
             "formed",
@@ -943,6 +959,21 @@ class Coordinator:
         )
 
     # Going back.
+
+    def _say_what_is_lost(self, attempt: Attempt) -> None:
+        """Give the account of a completed return to a checkpoint."""
+        commit = attempt.commit
+        if commit is None or commit.checkpoint is None or commit.kind != "rollback":
+            return
+        checkpoint = commit.checkpoint
+        num_lost = max(0, self._lost_at - checkpoint.step)
+        self._record("restored", checkpoint=checkpoint.identifier, step=checkpoint.step, steps_lost=num_lost)
+        self._say(f"went back to checkpoint {checkpoint.identifier}: {num_lost} steps are lost and done again")
+        self._lost_at = 0
+        self._progress = None
+        for name in attempt.order:
+            if name in self._instances:
+                self._instances[name].step = checkpoint.step
 
     def _roll_back(self, attempt: Attempt, standpoint: Standpoint, reason: str) -> None:
         """Send all back to the newest checkpoint; first stop those that do not take part yet."""
@@ -970,12 +1001,17 @@ class Coordinator:
             reason=reason,
         )
         self._send_all(attempt.members, commit)
-        step = self._instances.step_of(attempt.members)
-        self._record("rolled_back", generation=attempt.generation, step=step, reason=reason)
+        self._note_lost_steps(attempt.members)
+        self._record("rolled_back", generation=attempt.generation, step=self._lost_at, reason=reason)
         self._say(f"going back to the newest checkpoint: {reason}")
         for name in attempt.members:
             self._instances[name].ready = None
         self._wait_for_checkpoint()
+
+    def _note_lost_steps(self, members: Iterable[str]) -> None:
+        """Remember how far the job had come, for the account of what is lost."""
+        reported = self._progress.step if self._progress is not None else 0
+        self._lost_at = max(self._lost_at, reported, self._instances.step_of(members))
 
     def _wait_for_checkpoint(self) -> None:
         self._attempt = self._broken = self._layout = self._suspicion = None
@@ -1002,7 +1038,8 @@ class Coordinator:
             self._layout, self._active = None, []
             self._prepare(why, members=spares, joiners=spares, urgent=True, rollback=why)
         else:
-            self._record("rolled_back", generation=self._generation, reason=why)
+            self._note_lost_steps(())
+            self._record("rolled_back", generation=self._generation, step=self._lost_at, reason=why)
             self._say(f"going back to the newest checkpoint: {why}")
             self._wait_for_checkpoint()
 
@@ -1018,6 +1055,8 @@ class Coordinator:
         self._say("the job is finished")
         known = {name: self._instances[name] for name in self._instances}
         self._pulling = {name for name, item in known.items() if item.ready is not None and not item.finished}
+        num_bytes = sum(self._spec.layer_bytes) * len(self._pulling) if self._spec is not None else 0
+        self._pull_deadline = self._now + max(self.failure_timeout_s, MIN_ACK_TIMEOUT_S) + num_bytes / MIN_BYTES_PER_S
         for name in self._instances:
             self._dismiss(name)
 

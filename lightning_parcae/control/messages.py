@@ -160,6 +160,7 @@ class Ack:
         vote: The newest completed vote's result, opaque.
         layers: Layers held, valid at ``clock``.
         at_boundary: Whether this instance waits at a train boundary, where others may join.
+        step: Optimizer steps made.
     """
 
     generation: int
@@ -167,6 +168,7 @@ class Ack:
     vote: str | None
     layers: list[int]
     at_boundary: bool
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

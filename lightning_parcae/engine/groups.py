@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -42,12 +43,14 @@ _device_lock = threading.Lock()
 class Pending:
     """A send or receive under way; it keeps its tensor alive."""
 
-    __slots__ = ("_generation", "_work", "tensor")
+    __slots__ = ("__weakref__", "_generation", "_work", "tensor")
 
     def __init__(self, generation: _Generation, work: Any, tensor: Tensor) -> None:
         self._generation = generation
         self._work = work
         self.tensor = tensor
+        if work is not None:
+            generation.pending.add(self)
 
     def wait(self) -> Tensor:
         """Block until the tensor has left or arrived.
@@ -63,6 +66,16 @@ class Pending:
             self._work = None
         return self.tensor
 
+    def drop(self) -> Any:
+        """Give up the operation, which would keep gloo's sockets and listener; waiting for it fails from now on."""
+        work, self._work = self._work, _Dropped()
+        return work
+
+
+class _Dropped:
+    def wait(self) -> None:
+        raise RuntimeError("the groups were closed before the operation was complete")
+
 
 class _Generation:
     """What the groups of one generation share: the abort switch and the sockets behind it."""
@@ -72,6 +85,7 @@ class _Generation:
         self.endpoints = Endpoints()
         self.connections: list[OpenSocket] = []
         self.is_aborted = False
+        self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._abort_event = abort_event
 
     def check(self) -> None:
@@ -302,6 +316,7 @@ class Groups:
         self._state.is_aborted = True
         held = [group for group in (self.world, self.pipeline, self.replicas) if group is not None]
         backends = [group._backend for group in held if group._backend is not None]
+        backends += [pending.drop() for pending in list(self._state.pending) if pending._work is not None]
         for group in held:
             group._drop()
         if not backends:

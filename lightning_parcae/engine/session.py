@@ -101,6 +101,9 @@ class Host(Protocol):
     def enter(self, layout: Layout, groups: Groups | None, reason: str, pause_s: float) -> None:
         """Begin to work in a new generation: ranks, loaders, the pipeline."""
 
+    def step_aside(self) -> None:
+        """Give up the rank: this instance is a spare now, or about to leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -330,6 +333,7 @@ class Session:
                 vote=self._last_vote,
                 layers=sorted(self._resident),
                 at_boundary=at_boundary,
+                step=self._agent.step,
             )
         )
 
@@ -386,7 +390,7 @@ class Session:
                 name,
                 store_address=self._addresses[layout.order[0]][1],
                 bind_host=self._endpoint.bind_host,
-                timeout_s=max(self._endpoint.failure_timeout_s, 10.0),
+                timeout_s=self._patience_s,
                 abort_event=self._interrupt,
                 failure_timeout_s=self._endpoint.failure_timeout_s,
             )
@@ -399,6 +403,15 @@ class Session:
         self._vote({"formed": commit.generation})
         reach("settle")
         self._settle(commit, layout, groups)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for members that come later to a formation, in seconds.
+
+        A member that has completed one vote more may still be busy in the user's code between two operations. As long
+        as the coordinator waits; it interrupts if somebody dies.
+        """
+        return max(3 * self._endpoint.failure_timeout_s, 30.0)
 
     def _raise_if_superseded(self) -> None:
         stop = self._agent.stop_request
@@ -425,7 +438,7 @@ class Session:
             self._host.restore(commit.checkpoint, list(mine))
             self._resident = set(mine)
             return
-        timeout_s = self._endpoint.failure_timeout_s
+        timeout_s = self._patience_s
         if fresh and commit.trainer_source is not None and commit.trainer_source != name:
             source = self._addresses[commit.trainer_source][0]
             self._host.inject_trainer(client.fetch(source, "trainer", commit.generation, timeout_s))
@@ -478,9 +491,7 @@ class Session:
         The peer may be faster than this member, whose main thread is still on its way to the formation.
         """
         with self._serving:
-            self._serving.wait_for(
-                lambda: self._served_generation >= generation, timeout=self._endpoint.failure_timeout_s
-            )
+            self._serving.wait_for(lambda: self._served_generation >= generation, timeout=self._patience_s)
             if self._served_generation != generation:
                 raise LookupError(
                     f"{self._endpoint.name} serves generation {self._served_generation}, not {generation}"
@@ -555,6 +566,7 @@ class Session:
         self._pause_started = None
         self._serve(commit.generation, pack_trainer=commit.trainer_source == self._endpoint.name)
         self._ready_sent = True  # the coordinator knows this spare
+        self._host.step_aside()
 
     def _wait_for_place(self, ready: Callable[[], tuple[JobSpec, CheckpointRef | None]]) -> None:
         name = self._endpoint.name
@@ -633,13 +645,13 @@ class Session:
         self._agent.send(Finished())
 
     def wait_for_spares(self) -> None:
-        """Keep serving the final state until the spares have it; bounded by the failure timeout."""
+        """Keep serving the final state until the coordinator says that the spares have it; it bounds the time."""
 
         def news(agent: Agent) -> bool | None:
             return True if agent.released is not None or agent.job_finished is not None else None
 
         try:
-            self._agent.wait(news, timeout_s=self._endpoint.failure_timeout_s)
+            self._agent.wait(news, timeout_s=None)
         except MembershipError:
             log.info("the coordinator has gone; the job is over for this instance anyway")
 
@@ -663,6 +675,7 @@ class Session:
                 continue
             for layer, tree in zip(layers, trees, strict=True):
                 self._load(layer, tree)
+            self._agent.send(Finished())
             return
         raise MigrationError(f"none of {list(finished.holders)} served the final state: {last}")
 

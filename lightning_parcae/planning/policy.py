@@ -46,6 +46,25 @@ def lookup(table: Sequence[ParallelConfig | None], num_instances: int) -> Parall
     return table[min(num_instances, len(table) - 1)]
 
 
+def table_to_json(table: Sequence[ParallelConfig | None]) -> list[list[int] | None]:
+    """Return a table as ``[D, P]`` pairs, None where the job waits."""
+    return [None if config is None else [config.num_pipelines, config.num_stages] for config in table]
+
+
+def table_from_json(values: Sequence[Sequence[int] | None]) -> LayoutTable:
+    """Build a table from :func:`table_to_json`'s values.
+
+    Raises:
+        ValueError: If a value is no pair, or a configuration needs more instances than its index.
+    """
+    table: list[ParallelConfig | None] = []
+    for count, value in enumerate(values):
+        if value is not None and (len(value) != 2 or value[0] * value[1] > count):
+            raise ValueError(f"entry {count} of a table should be None or [D, P] with D * P <= {count}, got {value}")
+        table.append(None if value is None else ParallelConfig(int(value[0]), int(value[1])))
+    return tuple(table)
+
+
 def most_instances_table(
     *,
     num_layers: int,

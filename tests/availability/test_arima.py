@@ -120,6 +120,7 @@ def test_orders_are_searched_now_and_then_only(monkeypatch: pytest.MonkeyPatch) 
     forecaster = ArimaForecaster(None, pause=3)
     for length in (14, 15, 16, 17, 18):
         forecaster.forecast((HISTORY * 2)[:length], horizon=1, capacity=20)
+    assert forecaster.forecast(HISTORY, horizon=0, capacity=20).laws == ()
     assert calls == ["search", "fixed (2, 1, 0)", "fixed (2, 1, 0)", "search", "fixed (2, 1, 0)"]
 
 

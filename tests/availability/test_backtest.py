@@ -123,7 +123,7 @@ def test_chooser_refuses_nonsense() -> None:
     ],
 )
 def test_chooser_is_never_worse_than_no_change_by_more_than_one_percent(name: str) -> None:
-    counts = AvailabilityTrace.read(DATA / name).resample(60.0)[:400]
+    counts = AvailabilityTrace.read(DATA / name).resample(60.0)[:300]
     capacity, horizon = int(counts.max()), 8
     chooser = ForecastChooser([EventRates()], horizon=horizon, capacity=capacity)
     crps, errors, base = [], [], []

@@ -29,6 +29,8 @@ SAME_TRACE = {
     "header with date and time": "date,time,available\n2021-12-10,13:00:00,2\n2021-12-10,13:02:00,3\n"
     "2021-12-10,13:03:00,1\n",
     "header of events": "time_s,event,node\n0,add,a\n0,add,b\n120,add,c\n180,preempt,c\n180,preempt,a\n",
+    "header in milliseconds": "ms,count\n0,2\n120000,3\n180000,1\n",
+    "counts among which nothing happens": "0,2\n60000,no-op\n120000,3\n180000,1\n",
     "one count per line": "2\n2\n3\n1\n",
     "one count per line under a header": "count\n2\n2\n3\n1\n",
     "one count per line with a gap": "2\nnan\n3\n1\n",
@@ -98,6 +100,7 @@ def test_slice_starts_with_everyone_alive() -> None:
     assert part.resample(60.0).tolist() == [3, 1]
     assert part.events() == ((0.0, {"add": ["a", "b", "c"]}), (60.0, {"remove": ["a", "c"]}))
     assert part.end_s == 120.0
+    assert trace.slice(200.0, 240.0).events() == ((0.0, {"add": ["b"]}),)
     for start, end in ((0.0, 241.0), (-1.0, 10.0), (30.0, 30.0)):
         with pytest.raises(ValueError, match="cannot cut"):
             trace.slice(start, end)

@@ -1,11 +1,12 @@
 """Score planning policies on traces, knowing only the past.
 
-    python tests/benchmarks/planner_policies.py DATA [--profile gpt-1.5b] [--trace parcae/p3_counts.csv] [--cost measured]
-        [--announced] [--rollback-s 2] [--horizon 12] [--forecaster rates|chooser|arima|auto|none] [--intervals N]
+    python tests/benchmarks/planner_policies.py DATA [--profile gpt-1.5b] [--trace parcae/p3_counts.csv]
+        [--cost measured] [--announced] [--rollback-s 2] [--horizon 12] [--intervals N]
+        [--forecaster rates|chooser|arima|auto|none]
 
-DATA is the folder of traces and profiles. Columns: samples per second of the zero-overhead bound, of the optimum with the
-whole future known, of reacting at once, and of the planner; its share of the room between the last two; milliseconds of
-processor time per plan.
+DATA is the folder of traces and profiles. Columns: samples per second of the zero-overhead bound, of the optimum with
+the whole future known, of reacting at once, and of the planner; its share of the room between the last two;
+milliseconds of processor time per plan.
 """
 
 from __future__ import annotations

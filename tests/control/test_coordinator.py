@@ -1173,8 +1173,11 @@ def test_stop_by_command() -> None:
     job.handle(AdminRequest(1, "stop", graceful=True))
     assert job.stop_of("a") == Stop(True, "stopped by command", None, 0)
     assert job.phase == "running"
+    assert job.told("a", Release) == []
+    assert job.told("c", Release)[0].reason == "the job was stopped"
     job.join("d")  # told to stop as well, and not planned in
     assert job.stop_of("d").graceful
+    assert job.told("d", Release)
     for name in "abcd":
         job.say(name, Goodbye())
         assert job.phase == "running"
@@ -1188,6 +1191,7 @@ def test_stop_by_command_before_the_start() -> None:
     job.handle(AdminRequest(1, "stop"))
     assert job.phase == "stopped"
     assert job.stop_of("a").graceful
+    assert job.told("a", Release)
 
 
 def test_stop_now() -> None:

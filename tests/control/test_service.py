@@ -96,40 +96,25 @@ def test_kill_is_seen_at_once(service: LiveService) -> None:
         close(puppets)
 
 
-def test_kill_is_seen_at_once_though_a_forked_worker_lives(service: LiveService) -> None:
-    fork = "import os\nworker = os.fork()\nif worker == 0: time.sleep(30); os._exit(0)\nprint(worker, flush=True)"
-    here = start_instance  # the worker's pid comes before "up"
-    process = subprocess.Popen(
-        [sys.executable, "-c", _script(service, "a", fork)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+def test_kill_is_seen_at_once_though_a_forked_worker_lives(service: LiveService, tmp_path: Path) -> None:
+    fork = (
+        "import os, pathlib\n"
+        "worker = os.fork()\n"
+        "if worker == 0: time.sleep(30); os._exit(0)\n"
+        f"pathlib.Path({str(tmp_path / 'worker')!r}).write_text(str(worker))"
     )
-    assert here is start_instance and process.stdout is not None
-    worker = int(process.stdout.readline())
-    assert process.stdout.readline() == "up\n"
-    try:
-        puppets = start(service, "b")
-        killed = time.time()
-        process.kill()
-        at, _ = eventually(lambda: len(puppets[0].prepares) > 1 and puppets[0].prepares[-1])
-        assert at - killed < 1.0
-        os.kill(worker, 0)  # it does live
-        close(puppets)
-    finally:
-        os.kill(worker, signal.SIGKILL)
-        process.kill()
-        process.communicate()
-
-
-def _script(service: LiveService, name: str, extra: str) -> str:
-    from live_service import INSTANCE_SCRIPT
-
-    here = Path(__file__).resolve()
-    return INSTANCE_SCRIPT.format(
-        path=[str(here.parent), str(here.parents[2])],
-        address=service.address,
-        name=name,
-        timeout=service.failure_timeout_s,
-        extra=extra,
-    )
+    with ending(start_instance(service, "a", fork)) as victim:
+        worker = int((tmp_path / "worker").read_text())
+        try:
+            puppets = start(service, "b")
+            killed = time.time()
+            victim.kill()
+            at, _ = eventually(lambda: len(puppets[0].prepares) > 1 and puppets[0].prepares[-1])
+            assert at - killed < 1.0
+            os.kill(worker, 0)  # it does live
+            close(puppets)
+        finally:
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_a_stopped_process_is_fenced_when_its_lease_ends(tmp_path: Path) -> None:
@@ -447,7 +432,8 @@ def test_sending_never_blocks(tmp_path: Path) -> None:
         process.send_signal(signal.SIGCONT)
         assert agent.request("get", "k", timeout_s=20.0) is None
         agent.close(goodbye=True)
-        numbers = [json.loads(line).get("number") for line in (tmp_path / "run" / "timeline.jsonl").open()]
+        lines = (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()
+        numbers = [json.loads(line).get("number") for line in lines]
         assert [number for number in numbers if number is not None] == list(range(40))
 
 

@@ -106,11 +106,11 @@ class Worker:
         group = self.group(which)
         return None if group is None else (group.rank, group.size)
 
-    def send(self, peer: int, value: float, tag: int) -> None:
-        self.group("world").send(torch.full((5,), value), peer, tag)
+    def send(self, peer: int, value: float, tag: int, numel: int = 5) -> None:
+        self.group("world").send(torch.full((numel,), value), peer, tag)
 
-    def recv(self, peer: int, tag: int) -> float:
-        tensor = torch.zeros(5)
+    def recv(self, peer: int, tag: int, numel: int = 5) -> float:
+        tensor = torch.zeros(numel)
         self.group("world").recv(tensor, peer, tag)
         return tensor.mean().item()
 

@@ -31,6 +31,22 @@ def fork_server() -> Any:
     return context
 
 
+class _ArmedFaults(list[dict[str, Any]]):
+    """Faults that the test adds while the instance runs: the lines of a file, see :meth:`Job.arm`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._num_read = 0
+
+    def __bool__(self) -> bool:
+        if self._path.exists():
+            lines = self._path.read_text().splitlines()
+            self.extend(json.loads(line) for line in lines[self._num_read :])
+            self._num_read = len(lines)
+        return len(self) > 0
+
+
 def _run_instance(
     environment: dict[str, str], log_path: str, target: Callable[..., Any], kwargs: dict[str, Any]
 ) -> None:
@@ -44,6 +60,8 @@ def _run_instance(
     from lightning_parcae import testing
 
     testing._faults = testing._read()  # read again: the server process was started without
+    if testing._faults is None:
+        testing._faults = _ArmedFaults(Path(log_path).with_suffix(".faults"))
     code = 0
     try:
         target(**kwargs)
@@ -123,6 +141,14 @@ class Job:
     def kill(self, name: str) -> None:
         """SIGKILL an instance."""
         self.signal(name, signal.SIGKILL)
+
+    def arm(self, name: str, point: str, action: str = "kill", step: int = 0) -> None:
+        """Let a fault strike in an instance at a named point of the protocol; it may run already or start later."""
+        path = self.run_dir / f"{name}.faults"
+        fault = json.dumps({"point": point, "instance": name, "action": action, "step": step})
+        part = path.with_suffix(".part")
+        part.write_text((path.read_text() if path.exists() else "") + fault + "\n")
+        part.replace(path)
 
     # ------------------------------------------------------------------ what happened
 

@@ -204,6 +204,17 @@ def test_pruning_does_not_change_the_value(now: int) -> None:
     assert plans[0].config == plans[1].config
 
 
+def test_many_sizes_are_planned_for_in_turn() -> None:
+    rates = {ParallelConfig(d, 3): 10.0 * d for d in range(1, 40)}
+    optimizer = LiveputOptimizer(ThroughputProfile("wide", rates), costly(), capacity=120, sweeps=2)
+    impossible = EventLaw(((0, 0), (1, 0)), (1.0, 0.0))
+    for now in range(20, 100):
+        plan = optimizer.plan(Situation(now), (impossible,))
+        assert plan.config == ParallelConfig(now // 3, 3)
+        assert plan.table[119] == ParallelConfig(39, 3)
+        assert plan.expected_lost == 0.0
+
+
 @pytest.mark.parametrize(
     "wrong", [{"capacity": -1}, {"interval_s": 0.0}, {"horizon": 0}, {"sweeps": -1}, {"window": 0}]
 )

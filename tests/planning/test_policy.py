@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lightning_parcae.planning.parallel_config import ParallelConfig
-from lightning_parcae.planning.policy import lookup, most_instances_table
+from lightning_parcae.planning.policy import lookup, most_instances_table, table_from_json, table_to_json
 
 
 def brute_force(
@@ -78,3 +78,13 @@ def test_lookup_beyond_the_end_keeps_the_last_entry() -> None:
     assert lookup((), 3) is None
     with pytest.raises(ValueError, match="negative"):
         lookup(table, -1)
+
+
+def test_tables_survive_json() -> None:
+    table = most_instances_table(num_layers=3, max_instances=7, max_pipelines=2, min_stages=2)
+    values = table_to_json(table)
+    assert values == [None, None, [1, 2], [1, 3], [2, 2], [2, 2], [2, 3], [2, 3]]
+    assert table_from_json(values) == table
+    for wrong in ([[1, 1]], [None, [1, 2]], [None, [1]]):
+        with pytest.raises(ValueError, match="of a table should be None or"):
+            table_from_json(wrong)

@@ -91,24 +91,31 @@ def test_best_possible_equals_brute_force(seed: int) -> None:
 
 @needs_data
 @pytest.mark.parametrize(
-    ("name", "scores", "optimum", "bound"),
+    ("name", "scores", "segments", "optimum", "bound"),
     [
         (
             "gpt-1.5b_p3_gbs128_mbs1",
             {"throughut-opt": 33.919, "liveput-truth": 34.241, "liveput-predict": 31.780},
+            (37.36, 38.76, 27.90, 28.11),
             34.767,
             36.750,
         ),
         (
             "resnet152_gbs2048_mbs32",
             {"throughut-opt": 2255.234, "liveput-truth": 2259.683, "liveput-predict": 2184.199},
+            (2512.55, 2693.35, 1776.66, 1636.32),
             2259.59,
             2323.864,
         ),
     ],
 )
 def test_reference_scores_are_reproduced(
-    reference_model: Callable[[str], Any], name: str, scores: dict[str, float], optimum: float, bound: float
+    reference_model: Callable[[str], Any],
+    name: str,
+    scores: dict[str, float],
+    segments: tuple[float, ...],
+    optimum: float,
+    bound: float,
 ) -> None:
     _, _, space = reference_model(name.partition("_")[0])
     path = DATA / "reference_plans" / f"{name}.json"
@@ -121,6 +128,9 @@ def test_reference_scores_are_reproduced(
         score = replay([ParallelConfig(*plan[kind]) for plan in plans], steps, space)
         assert score.samples_per_s == pytest.approx(expected, rel=5e-4)
         assert score.samples_per_s <= best * (1 + 1e-12)
+        if kind == "liveput-truth":
+            hours = [score.between(first, first + 60) for first in (330, 90, 480, 600)]
+            assert hours == pytest.approx(segments, rel=1e-3)
     fastest = [space.rates[space.fastest(step.num_instances)] for step in steps]
     assert np.mean(fastest) == pytest.approx(bound, rel=1e-5)
 
