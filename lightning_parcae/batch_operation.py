@@ -10,10 +10,13 @@ the weights of the pipelines' losses, and the order in which gradient norms are 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +29,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
 from lightning_parcae.data import ElasticLoader
 from lightning_parcae.engine.batch_norms import Share, before_step, running_norms
@@ -33,7 +37,7 @@ from lightning_parcae.engine.batch_norms import combine as combine_statistics
 from lightning_parcae.engine.channel import GroupChannel, recv_tree, send_tree
 from lightning_parcae.engine.groups import Groups
 from lightning_parcae.engine.partition import PipelinedSequential
-from lightning_parcae.engine.pipeline import StagePipeline
+from lightning_parcae.engine.pipeline import Recompute, StagePipeline
 from lightning_parcae.engine.session import Payload, Session, SoloSession
 from lightning_parcae.engine.state import restore_buffers, snapshot_buffers
 from lightning_parcae.errors import GenerationBrokenError
@@ -56,10 +60,6 @@ class _StageDone(BaseException):
 class _StageBroken(BaseException):
     """The pipeline broke below the user's step, whose ``except Exception`` must not take it for its own error."""
 
-    def __init__(self, error: GenerationBrokenError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
 
 @dataclass(slots=True)
 class BatchResult:
@@ -69,15 +69,17 @@ class BatchResult:
         loss: The loss over the global batch (training only).
         logs: Combined records of ``self.log``.
         extras: What the user's step returned beside the loss; on last stages only.
+        num_broken: Attempts of this member that broke before the one that counts.
         gradients: Gradient to attach to each parameter held here, earlier batches of an accumulation included.
-        norms: For each layer, the gradient norm of each parameter (None without gradient); if clipping was asked for.
+        norms: For each layer, the gradient norm of each parameter (None without gradient); None if not asked for.
     """
 
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     logs: list[dict[str, Any]] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    norms: dict[int, list[float | None]] = field(default_factory=dict)
+    norms: dict[int, list[float | None]] | None = None
+    num_broken: int = 0
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ class BatchOperation:
         *,
         seed: int,
         devices: Sequence[torch.device],
-        recompute: str,
+        recompute: Recompute,
         batch_norm: str | None,
         loss_weight: Callable[[Any], float] | None,
     ) -> None:
@@ -197,21 +199,58 @@ class BatchOperation:
         Returns:
             The result, equal on every member.
         """
-        box = [batch]
-        fetched_in = [session.generation]
+
+        def attempt(batch: Any, done: _Attempt) -> Payload:
+            return self._train_once(batch, loader, done, step_args, step_index, keep_gradients, want_norms)
+
+        payloads, done, num_broken = self._run(session, "training_step", batch, loader, reread, attempt)
+        result = self._conclude_training(payloads, loader, done, want_norms=want_norms)
+        result.num_broken = num_broken
+        return result
+
+    def _run(
+        self,
+        session: Session | SoloSession,
+        hook: str,
+        batch: Any,
+        loader: ElasticLoader,
+        reread: Callable[[], Any],
+        work: Callable[[Any, _Attempt], Payload],
+    ) -> tuple[list[Payload], _Attempt, int]:
+        """Do a batch until its vote has completed.
+
+        Returns:
+            The payloads of all members, what this member has done for them, and how often it broke before.
+        """
         done = _Attempt()
+        fetched_in = session.generation
+        num_broken = 0
         saved = self._save()
+        plan = loader.current
+        point = f"{hook} of batch {plan.batch} in epoch {plan.epoch}"
 
         def attempt() -> Payload:
-            nonlocal done
-            if fetched_in[0] != session.generation:
-                box[0], fetched_in[0] = reread(), session.generation
+            nonlocal batch, done, fetched_in
+            if fetched_in != session.generation:
+                batch, fetched_in = reread(), session.generation
             done = _Attempt()
             with _quiet_rng():
-                return self._train_once(box[0], loader, done, step_args, step_index, keep_gradients, want_norms)
+                return {**work(batch, done), "point": point}
 
-        payloads = session.run(attempt, lambda: self._restore(saved))
-        return self._conclude_training(payloads, loader, done)
+        def restore() -> None:
+            nonlocal num_broken
+            num_broken += 1
+            self._restore(saved)
+
+        payloads = session.run(attempt, restore)
+        points = sorted({str(payload.get("point", "another operation")) for payload in payloads})
+        if len(points) > 1:
+            raise RuntimeError(
+                f"the instances have come apart: one runs {points[0]}, another {points[1]}. Something that steers the "
+                "loop differs between them: a callback's decision, trainer.should_stop, or a monitored value that is "
+                "not logged with self.log"
+            )
+        return payloads, done, num_broken
 
     def _train_once(
         self,
@@ -238,12 +277,15 @@ class BatchOperation:
         for parameter in parameters:
             parameter.grad = None
         try:
+            sizes = [len(plan.microbatches[index]) for index in share]
             if share:
-                sizes = [len(plan.microbatches[index]) for index in share]
                 seed_everything_local(self._seed, step_index, share[0])
-                self._forward_backward(
-                    batch, sizes, share, (self._seed, step_index), plan.num_samples, step_args, payload, done
-                )
+                reach("batch")
+                batch = self._pass_batch(batch)
+            weight, scale = self._weigh(batch, sizes, plan.num_samples)
+            if share:
+                payload["weight"] = weight
+                self._forward_backward(batch, sizes, share, (self._seed, step_index), scale, step_args, payload, done)
             reach("reduction")
             fresh = self._reduce(parameters)
             if norms:
@@ -269,15 +311,11 @@ class BatchOperation:
         sizes: list[int],
         share: range,
         key: tuple[int, int],
-        num_samples: int,
+        scale: float,
         step_args: Sequence[Any],
         payload: Payload,
         done: _Attempt,
     ) -> None:
-        pipeline = self._pipeline
-        assert pipeline is not None
-        reach("batch")
-        batch = self._pass_batch(batch)
         reach("forward")
         with self._module.trainer.precision_plugin.train_step_context():
             output, records, driver = self._run_user_step(
@@ -289,18 +327,32 @@ class BatchOperation:
             torch.autograd.backward(driver)
             return
         loss, done.extras = _split_output(output)
-        weight = float(sum(sizes)) if self._loss_weight is None else float(self._loss_weight(batch))
-        scaled = loss
-        if self._loss_weight is not None:
-            scaled = scaled * weight  # divided by the sum of all weights after the vote
-        elif weight != num_samples:
-            scaled = scaled * (weight / num_samples)
+        scaled = loss if scale == 1.0 else loss * scale
         accumulate = self._module.trainer.accumulate_grad_batches
         if accumulate > 1:
             scaled = scaled / accumulate
         self._module.trainer.precision_plugin.backward(scaled, self._module, None)
-        payload.update(weight=weight, loss=float(loss.detach()), dtype=str(loss.dtype), logs=records)
+        payload.update(loss=float(loss.detach()), dtype=str(loss.dtype), logs=records)
         payload["metrics"] = self.metrics.take_changes()
+
+    def _weigh(self, batch: Any, sizes: Sequence[int], num_samples: int) -> tuple[float, float]:
+        """Return the weight of this pipeline's loss, and its part of all weights, which the loss is scaled by.
+
+        Only the last stages need them. With weights of the user's own, they meet to sum them up.
+        """
+        if not self._is_last:
+            return 0.0, 1.0
+        if self._loss_weight is None:
+            return float(sum(sizes)), sum(sizes) / num_samples
+        weight = float(self._loss_weight(batch)) if sizes else 0.0
+        if weight < 0 or not math.isfinite(weight):
+            raise ValueError(f"loss_weight must return a number of at least 0, got {weight}")
+        group = None if self._groups is None else self._groups.replicas
+        if group is None:
+            return weight, 1.0
+        total = torch.tensor([weight], dtype=torch.float64)
+        group.all_reduce_sum([total])
+        return weight, weight / float(total) if float(total) > 0 else 0.0
 
     def _pass_batch(self, batch: Any) -> Any:
         """Bring the batch from the first stage to the last."""
@@ -343,18 +395,16 @@ class BatchOperation:
         self._pipelined.set_route(forward.route_last if self._is_last else forward.route_first)
         try:
             output = getattr(self._module, hook)(batch, *step_args, **step_kwargs)
-        except _StageDone:
-            return None, [], forward.output
-        except _StageBroken as broken:
-            raise broken.error from broken
+        except (_StageDone, _StageBroken):
+            output = None
         finally:
             self._pipelined.set_route(None)
             self._module.__dict__.pop("log", None)
-        if forward.num_calls == 0:
-            raise MisconfigurationException(
-                f"{hook} did not call the pipelined module; call it once, with the whole batch"
-            )
-        return output, recorder.records, None
+        if forward.broken is not None:
+            raise forward.broken  # even if the user's step has caught everything
+        if forward.num_calls != 1:
+            raise _not_one_call(hook, forward.num_calls)
+        return (output, recorder.records, None) if self._is_last else (None, [], forward.output)
 
     def _trainable(self) -> list[nn.Parameter]:
         assert self._layout is not None and self._place is not None
@@ -391,28 +441,37 @@ class BatchOperation:
             for index in self._layout.layers_of_stage(self._place[1])
         }
 
-    def _conclude_training(self, payloads: Sequence[Payload], loader: ElasticLoader, done: _Attempt) -> BatchResult:
+    def _conclude_training(
+        self, payloads: Sequence[Payload], loader: ElasticLoader, done: _Attempt, *, want_norms: bool
+    ) -> BatchResult:
         parts = _last_stages(payloads)
         if not parts:
             raise RuntimeError("no pipeline has computed a loss")
         result = BatchResult(extras=done.extras)
         total = sum(part["weight"] for part in parts)
-        value = parts[0]["loss"] if len(parts) == 1 else sum(p["weight"] * p["loss"] for p in parts) / total
+        value = parts[0]["loss"] if len(parts) == 1 else sum(p["weight"] * p["loss"] for p in parts) / (total or 1.0)
         dtype = getattr(torch, parts[0]["dtype"].removeprefix("torch."))
         result.loss = torch.tensor(value, dtype=dtype, device=self._devices[0])
         result.loss.requires_grad_()  # Lightning expects a loss that backward could be called on
         result.logs = combine([(p["weight"], p["logs"]) for p in parts], loader.current.num_samples)
-        scale = 1.0 if self._loss_weight is None else 1.0 / total
-        for payload in payloads:
-            for index, norms in payload.get("norms", {}).items():
-                result.norms[int(index)] = [None if norm is None else norm * scale for norm in norms]
-        for parameter, gradient in done.gradients:
-            result.gradients[parameter] = gradient if scale == 1.0 else gradient * scale
+        if want_norms:
+            found = [item for payload in payloads for item in payload.get("norms", {}).items()]
+            result.norms = {int(index): norms for index, norms in found}
+        result.gradients = dict(done.gradients)
         self.metrics.merge([part["metrics"] for part in parts])
         return result
 
     def clip(self, result: BatchResult, clip_val: float) -> None:
-        """Clip the gradients held here by the norm over all stages, as ``clip_grad_norm_`` does on one process."""
+        """Clip the gradients held here by the norm over all stages, as ``clip_grad_norm_`` does on one process.
+
+        Raises:
+            MisconfigurationException: If nothing has said before the step that its gradients would be clipped.
+        """
+        if result.norms is None:
+            raise MisconfigurationException(
+                "gradients can be clipped by norm only where Lightning does it, because the norms of all stages travel "
+                "in the step's vote: set Trainer(gradient_clip_val=...) or override configure_gradient_clipping"
+            )
         norms = [norm for index in sorted(result.norms) for norm in result.norms[index] if norm is not None]
         gradients = [p.grad for p in self._pipelined.parameters() if p.grad is not None]
         if not norms or not gradients:
@@ -435,22 +494,13 @@ class BatchOperation:
         step_kwargs: Mapping[str, Any],
     ) -> BatchResult:
         """Run ``validation_step`` on a global batch; see :meth:`train`."""
-        box = [batch]
-        fetched_in = [session.generation]
-        done = _Attempt()
-        saved = self._save()
 
-        def attempt() -> Payload:
-            nonlocal done
-            if fetched_in[0] != session.generation:
-                box[0], fetched_in[0] = reread(), session.generation
-            done = _Attempt()
-            with _quiet_rng():
-                return self._evaluate_once(hook, box[0], loader, done, step_args, step_kwargs)
+        def attempt(batch: Any, done: _Attempt) -> Payload:
+            return self._evaluate_once(hook, batch, loader, done, step_args, step_kwargs)
 
-        payloads = session.run(attempt, lambda: self._restore(saved))
+        payloads, done, num_broken = self._run(session, hook, batch, loader, reread, attempt)
         parts = _last_stages(payloads)
-        result = BatchResult(extras=done.extras)
+        result = BatchResult(extras=done.extras, num_broken=num_broken)
         result.logs = combine([(part["weight"], part["logs"]) for part in parts], loader.current.num_samples)
         self.metrics.merge([part["metrics"] for part in parts])
         return result
@@ -487,34 +537,33 @@ class BatchOperation:
 
     # ------------------------------------------------------------------ warm-up
 
-    def warm_up(self, loader: ElasticLoader, prepare: Callable[[Any], Any]) -> Tensor | None:
+    def warm_up(self, batch: Any) -> Tensor | None:
         """Run the user's step once, forward and backward, and forget everything it did.
 
         The first of everything costs seconds; and a step that cannot be pipelined is refused here, before the job
         begins.
 
+        Args:
+            batch: A small batch, ready for the step.
+
         Returns:
             The input of the pipelined module, if it is one tensor.
 
         Raises:
-            MisconfigurationException: If the step does not call the pipelined module exactly once or returns no loss.
+            MisconfigurationException: If the step does not call the pipelined module exactly once, returns no loss, or
+                changes buffers outside of the pipelined module.
         """
         reach("warm_up")
         started = time.monotonic()
         module = self._module
-        batch = prepare(loader.sample())
         calls: list[Any] = []
 
         def route(inputs: Any) -> Any:
             calls.append(inputs)
-            return nn.Sequential.forward(self._pipelined, inputs)
+            return self._pipelined.run_here(inputs)
 
         saved, buffers = self._save(), snapshot_buffers(list(self._pipelined.children()))
-        attributes = {
-            name: value.copy() if isinstance(value, (list, dict, set)) else value
-            for name, value in module.__dict__.items()
-            if not name.startswith("_")
-        }
+        trace = _ModuleTrace(module, self._pipelined)
         object.__setattr__(module, "log", LogRecorder(self.metrics.names))
         self.metrics.start()
         self._pipelined.set_route(route)
@@ -524,22 +573,22 @@ class BatchOperation:
                     output = module.training_step(*_step_arguments(module, batch))
                 loss, _ = _split_output(output)
                 if len(calls) != 1:
-                    raise MisconfigurationException(
-                        f"training_step called the pipelined module {len(calls)} times; it must be called exactly "
-                        "once, with the whole batch. Join the inputs into one batch, or put the other calls into "
-                        "layers"
-                    )
-                loss.backward()
+                    raise _not_one_call("training_step", len(calls))
+                torch.autograd.backward(loss)
         finally:
             self._pipelined.set_route(None)
             self.metrics.cancel()
-            for name in set(module.__dict__) - set(attributes):
-                if not name.startswith("_"):
-                    del module.__dict__[name]
-            module.__dict__.update(attributes)
+            module.__dict__.pop("log", None)
+            changed = trace.undo()
             module.zero_grad(set_to_none=True)
             restore_buffers(list(self._pipelined.children()), buffers)
             self._restore(saved)
+        if changed:
+            raise MisconfigurationException(
+                f"training_step changes buffers outside of the pipelined module: {', '.join(changed)}. It runs on the "
+                "last stages only, so other instances would not see the change. Move what holds them into the "
+                "pipelined module, put it into eval mode, or use a torchmetrics metric"
+            )
         log.debug("warm-up took %.2f s", time.monotonic() - started)
         return calls[0].detach() if isinstance(calls[0], Tensor) else None
 
@@ -560,6 +609,57 @@ class BatchOperation:
         self.metrics.cancel()
 
 
+class _ModuleTrace:
+    """What a step of the user's may leave in a module beside the pipelined layers: attributes and buffers."""
+
+    def __init__(self, module: pl.LightningModule, pipelined: nn.Module) -> None:
+        self._owners = [child for child in module.modules() if not isinstance(child, Metric)]
+        inside = {id(child) for child in pipelined.modules()}
+        self._owners = [child for child in self._owners if id(child) not in inside]
+        names = {id(child): name for name, child in module.named_modules()}
+        self._attributes = [
+            {name: (value, copy.copy(value)) for name, value in vars(owner).items() if name not in _TORCH_ATTRIBUTES}
+            for owner in self._owners
+        ]
+        self._buffers = [
+            (owner, name, f"{names[id(owner)]}.{name}".lstrip("."), buffer, buffer.clone())
+            for owner in self._owners
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def undo(self) -> list[str]:
+        """Put everything back; return the names of the buffers that had changed."""
+        for owner, attributes in zip(self._owners, self._attributes, strict=True):
+            for name in [name for name in vars(owner) if name not in _TORCH_ATTRIBUTES and name not in attributes]:
+                del vars(owner)[name]
+            for name, (value, content) in attributes.items():
+                vars(owner)[name] = value
+                _refill(value, content)
+        changed = []
+        for owner, name, path, buffer, content in self._buffers:
+            now = owner._buffers.get(name)
+            # the version counter would not tell: normalisation kernels update their statistics without a trace in it
+            if now is not buffer or not torch.allclose(buffer, content, rtol=0, atol=0, equal_nan=True):
+                changed.append(path)
+                owner._buffers[name] = buffer
+                buffer.copy_(content)
+        return changed
+
+
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | frozenset(vars(pl.LightningModule()))
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Give a container back what it held."""
+    if isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(content)
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(content)
+
+
 class _PipelineCall:
     """The one call of the pipelined module in a step."""
 
@@ -573,15 +673,13 @@ class _PipelineCall:
         self._training = training
         self.num_calls = 0
         self.output: Any = None
+        self.broken: GenerationBrokenError | None = None
 
     def run(self, inputs: Any) -> Any:
         """Run this stage's forward pass."""
         self.num_calls += 1
         if self.num_calls > 1:
-            raise MisconfigurationException(
-                "the pipelined module was called twice in one step; it must be called exactly once, with the whole "
-                "batch. Join the inputs into one batch, or put the other calls into layers"
-            )
+            raise _not_one_call("the step", self.num_calls)
         self.output = self._pipeline.forward(
             inputs,
             sizes=self._sizes,
@@ -597,15 +695,20 @@ class _PipelineCall:
         try:
             return self.run(inputs)
         except GenerationBrokenError as error:
-            raise _StageBroken(error) from error
+            self.broken = error
+            raise _StageBroken from error
 
     def route_first(self, inputs: Any) -> Any:
         """Take the user's input on the first stage and end the user's step."""
-        try:
-            self.run(inputs)
-        except GenerationBrokenError as error:
-            raise _StageBroken(error) from error
+        self.route_last(inputs)
         raise _StageDone
+
+
+def _not_one_call(hook: str, num_calls: int) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{hook} called the pipelined module {num_calls} times; it must be called exactly once, with the whole batch. "
+        "Join the inputs into one batch, or put the other calls into layers"
+    )
 
 
 def _current_autocast() -> Callable[[], Any] | None:
@@ -657,7 +760,7 @@ def seed_everything_local(seed: int, step: int, first_microbatch: int) -> None:
 def _quiet_rng() -> Iterator[None]:
     """Leave the process's random number generators as they were."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

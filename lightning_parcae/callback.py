@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_parcae import lightning_internals
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.testing import reach
-
-log = logging.getLogger(__name__)
 
 
 class ParcaeCallback(Callback):
@@ -27,27 +25,26 @@ class ParcaeCallback(Callback):
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
+        self._has_begun = False  # whether the job has had a generation before
         self._num_reconfigurations = 0
         self._pause_s = 0.0
         self._samples_replayed = 0
         self._is_new = False
-        self._started = time.monotonic()
 
     def on_generation(self, trainer: pl.Trainer, layout: Layout, reason: str, pause_s: float) -> None:
         """Take note of a new generation; called by the strategy on every member."""
-        if self._layout is not None:
+        if self._has_begun:
             self._num_reconfigurations += 1
+        self._has_begun = True
         self._pause_s += pause_s
         self._layout = layout
         self._is_new = True
         if trainer.is_global_zero:
-            log.info(
-                "generation %d: %s on %d instances after %.2f s (%s)",
-                layout.generation,
-                layout.config,
-                len(layout.order),
-                pause_s,
-                reason,
+            lightning_internals.say(
+                trainer,
+                f"parcae: generation {layout.generation} trains on {len(layout.order)} instances, "
+                f"{layout.config.num_pipelines} pipelines of {layout.config.num_stages} stages, "
+                f"after a pause of {pause_s:.2f} s ({reason})",
             )
 
     def on_replay(self, num_samples: int) -> None:
@@ -71,28 +68,55 @@ class ParcaeCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        step = trainer.global_step
-        if self._layout is None or not (self._is_new or step % max(trainer.log_every_n_steps, 1) == 0):
+        every_n_steps = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+        if self._layout is None or not (self._is_new or trainer.global_step % every_n_steps == 0):
             return
         self._is_new = False
-        # rank 0 alone writes them: the pauses are measured by each member for itself
+        # the loggers of rank 0 alone write them: each member measures its pauses for itself
         for logger in trainer.loggers:
-            logger.log_metrics(self.metrics, step=step)
+            logger.log_metrics(self.metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+            logger.save()
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        _use_global_batch_size(trainer)
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        _use_global_batch_size(trainer, dataloader_idx)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         reach("epoch_end")
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
+        """Return what has been counted since the start of the job, for a joiner.
+
+        Not in ``state_dict``: it would only make a Trainer without this callback warn when it loads a checkpoint.
+        """
         return {
+            "has_begun": self._has_begun,
             "num_reconfigurations": self._num_reconfigurations,
             "pause_s": self._pause_s,
             "samples_replayed": self._samples_replayed,
         }
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_reconfigurations = state_dict["num_reconfigurations"]
-        self._pause_s = state_dict["pause_s"]
-        self._samples_replayed = state_dict["samples_replayed"]
+    def take_over(self, counts: Mapping[str, Any]) -> None:
+        """Go on counting where another member is."""
+        self._has_begun = counts["has_begun"]
+        self._num_reconfigurations = counts["num_reconfigurations"]
+        self._pause_s = counts["pause_s"]
+        self._samples_replayed = counts["samples_replayed"]
+
+
+def _use_global_batch_size(trainer: pl.Trainer, *validation_loader: int) -> None:
+    use = getattr(trainer.strategy, "use_global_batch_size", None)
+    if use is not None:  # the callback does nothing beside another strategy
+        use(*validation_loader)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_parcae import __version__
 from lightning_parcae.errors import ParcaeError
 from lightning_parcae.job_files import JOB_FILE, write_job_file, write_secret
 
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    parser.add_argument("--version", action="version", version=f"lightning-parcae {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], summary: str, **more: Any) -> argparse.ArgumentParser:
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--samples", type=_count, metavar="N", help="samples in an epoch; counts what was left out")
     command.add_argument("--json", action="store_true", help="print everything as JSON")
     command = add("demo", _demo, "watch two models train through a kill, a stop, a notice and two joins (2-3 min)")
-    command.add_argument("--quick", action="store_true", help="half the steps")
+    command.add_argument("--quick", action="store_true", help="fewer steps")
     command.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, timelines and records there")
     command.add_argument("--model", choices=("digits", "chargpt", "both"), default="both")
     command = add("doctor", _doctor, "check that this machine can run a job; say what to mend")
@@ -337,10 +338,10 @@ def _demo(options: argparse.Namespace) -> int:
         import sklearn  # noqa: F401
     except ImportError as error:
         raise ValueError("the demo needs scikit-learn: pip install 'lightning-parcae[demo]'") from error
-    from lightning_parcae.demo import DEFAULT_STEPS, MODELS, run_demo
+    from lightning_parcae.demo import DEFAULT_STEPS, MODELS, QUICK_STEPS, run_demo
 
     models = MODELS if options.model == "both" else (options.model,)
-    return run_demo(models, steps=DEFAULT_STEPS // 2 if options.quick else DEFAULT_STEPS, keep=options.keep)
+    return run_demo(models, steps=QUICK_STEPS if options.quick else DEFAULT_STEPS, keep=options.keep)
 
 
 def _doctor(options: argparse.Namespace) -> int:

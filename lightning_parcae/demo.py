@@ -7,9 +7,12 @@ were started.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -28,11 +31,13 @@ from lightning_parcae.processes import ChildProcess
 from lightning_parcae.report import RunReport
 from lightning_parcae.sharding.ledger import Ledger
 from lightning_parcae.supervisor import Supervisor
+from lightning_parcae.timeline import describe_bytes
 
 MODELS = ("digits", "chargpt")
 _MODULE = "lightning_parcae.demo_models"
 _NUM_INSTANCES = 4
-DEFAULT_STEPS = 240
+DEFAULT_STEPS = 180
+QUICK_STEPS = 120
 _FAILURE_TIMEOUT_S = 4.0
 #: Joiners need some seconds to warm up: a step takes at least so long, or a fast machine is done before they come.
 _PACE_S = 0.12
@@ -99,7 +104,7 @@ def run_demo(models: Sequence[str], *, steps: int, keep: Path | None = None) -> 
             return 1
         results = []
         for model in models:
-            supervisor = _supervisor(model, folder / model / "job", steps, console)
+            supervisor = _supervisor(model, folder / model / "job", steps)
             code = supervisor.run()
             if code == 130:
                 return code
@@ -131,7 +136,7 @@ def _script(steps: int) -> FaultScript:
     )
 
 
-def _supervisor(model: str, run_dir: Path, steps: int, console: Console) -> Supervisor:
+def _supervisor(model: str, run_dir: Path, steps: int) -> Supervisor:
     return Supervisor(
         _command(model, run_dir, steps, _PACE_S),
         num_instances=_NUM_INSTANCES,
@@ -139,7 +144,6 @@ def _supervisor(model: str, run_dir: Path, steps: int, console: Console) -> Supe
         job_id=f"demo-{model}-{os.getpid()}",
         script=_script(steps),
         failure_timeout_s=_FAILURE_TIMEOUT_S,
-        console=console,
     )
 
 
@@ -193,6 +197,16 @@ def _check(model: str, supervisor: Supervisor, code: int, reference: Path, steps
     if left:
         result.broken.append(f"did not happen: {'; '.join(left)}")
     return result
+
+
+def _step_times(folder: Path) -> list[float]:
+    """Return when each step was done, by the first instance that said so."""
+    times: dict[int, float] = {}
+    for path in sorted((folder / "losses").glob("*.jsonl")):
+        for line in path.read_text(encoding="ascii").splitlines():
+            record = json.loads(line)
+            times[record["step"]] = min(record["time"], times.get(record["step"], math.inf))
+    return [times[step] for step in sorted(times)]
 
 
 def _losses(folder: Path) -> dict[int, list[float]]:
@@ -275,11 +289,37 @@ def _check_processes(result: DemoResult, supervisor: Supervisor) -> None:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
+def _generations_table(result: DemoResult) -> Table:
+    """Return the layouts over time, each with how long no step was made for it."""
+    table = Table(title=f"{result.model}: layouts over time")
+    for name in ("at", "after step", "layout", "cause", "standstill", "of it, change", "moved"):
+        table.add_column(name, justify="left" if name in ("layout", "cause") else "right")
+    report = result.report
+    times = _step_times(report.run_dir)
+    usual_s = (
+        statistics.median(after - before for before, after in itertools.pairwise(times)) if len(times) > 1 else 0.0
+    )
+    for change in report.view.reconfigurations:
+        done = sum(moment <= change.time for moment in times)
+        # from the last step before to the first one after, less what a step takes anyway: detection included
+        standstill_s = times[done] - times[done - 1] - usual_s if 0 < done < len(times) else 0.0
+        table.add_row(
+            f"{change.time - report.begin:.1f} s",
+            str(done),
+            str(change.layout.config),
+            change.cause,
+            f"{max(0.0, standstill_s):.2f} s",
+            f"{change.pause_s:.2f} s",
+            describe_bytes(change.bytes_moved),
+        )
+    return table
+
+
 def _show(results: Sequence[DemoResult], seconds: float, folder: Path | None) -> None:
     """Show what happened and what was promised."""
     out = RichConsole()
     for result in results:
-        out.print(result.report.generations_table(f"{result.model}: layouts over time"))
+        out.print(_generations_table(result))
     table = Table(title="the promises")
     table.add_column("")
     for result in results:

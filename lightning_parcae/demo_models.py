@@ -29,6 +29,7 @@ from lightning_parcae.strategy import ParcaeStrategy
 
 MODELS = ("digits", "chargpt")
 _SEED = 7
+_BATCH_SIZE = 36
 
 
 class ResidualBlock(nn.Module):
@@ -48,7 +49,8 @@ class ResidualBlock(nn.Module):
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        return images + self.body(images)
+        change: Tensor = self.body(images)
+        return images + change
 
 
 class TransformerBlock(nn.Module):
@@ -73,7 +75,8 @@ class TransformerBlock(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.drop(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
-        return hidden + self.feed(self.norm2(hidden))
+        change: Tensor = self.feed(self.norm2(hidden))
+        return hidden + change
 
 
 class TokenEmbedding(nn.Module):
@@ -269,10 +272,13 @@ def main() -> None:
     else:
         data, vocabulary = text_data(context=48, samples=1500, folder=options.out / "reads")
         model = CharGPT(options.steps, vocabulary, context=48)
+    loader = DataLoader(data, batch_size=_BATCH_SIZE, shuffle=True)
+    is_job = "PARCAE_COORDINATOR" in os.environ
     trainer = pl.Trainer(
         strategy=ParcaeStrategy(
-            micro_batch_size=8,
-            min_stages=2 if "PARCAE_COORDINATOR" in os.environ else 1,
+            micro_batch_size=_BATCH_SIZE // 6,
+            # the reference is one undisturbed process
+            min_stages=2 if is_job else 1,
             max_stages=3,
             failure_timeout=4.0,
             commit_records=True,
@@ -280,6 +286,7 @@ def main() -> None:
         accelerator="cpu",
         devices=1,
         precision="64-true",
+        max_epochs=1 + options.steps // len(loader),
         max_steps=options.steps,
         gradient_clip_val=1.0,
         callbacks=[LossRecord(options.out / "losses", options.pace)],
@@ -288,7 +295,7 @@ def main() -> None:
         enable_model_summary=False,
         default_root_dir=options.out,
     )
-    trainer.fit(model, DataLoader(data, batch_size=48, shuffle=True))
+    trainer.fit(model, loader)
     trainer.save_checkpoint(options.out / "final.ckpt", weights_only=True)
     print(f"{options.model}: {trainer.global_step} steps, loss {float(trainer.callback_metrics['loss']):.4f}")
 

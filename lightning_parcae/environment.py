@@ -26,7 +26,7 @@ class ParcaeEnvironment(LightningEnvironment):
         """Take a rank in a world of ``size`` members."""
         self._rank, self._size = rank, size
         # one object for Lightning, Fabric and the utilities: log lines and decorated functions follow at once
-        rank_zero_only.rank = rank
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
     def assign_host_rank(self, host_rank: int) -> None:
         """Set this instance's place among the instances of its host; 0 prepares the data."""

@@ -44,6 +44,14 @@ class Fallback:
         """Return the newest complete checkpoint."""
         return self._store.newest_complete()
 
+    def position(self) -> list[int]:
+        """Return the step and the epoch of the newest checkpoint, for a joiner: all members must write at once."""
+        return [self._last_step, self._last_epoch]
+
+    def go_to(self, position: Sequence[int]) -> None:
+        """Take over :meth:`position` of another member."""
+        self._last_step, self._last_epoch = position
+
     def is_due(self, step: int, epoch: int, reason: str) -> bool:
         """Say whether a checkpoint must be written before the next batch.
 

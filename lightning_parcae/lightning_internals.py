@@ -11,7 +11,8 @@ Lightning 2.5 and 2.6, and is tested against the installed version by ``tests/te
 
 from __future__ import annotations
 
-import os
+import csv
+import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,8 +30,20 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-__all__ = ["ExitFitQuietly", "inject", "pack", "take_over_progress_bar", "take_over_rank_zero_files"]
+__all__ = [
+    "ExitFitQuietly",
+    "continue_csv",
+    "cut_csv",
+    "end_restart",
+    "inject",
+    "pack",
+    "reset_progress",
+    "say",
+    "take_over_progress_bar",
+    "use_batch_size",
+]
 
 ExitFitQuietly = _TunerExitException
 """Raised inside ``fit``, it makes ``fit`` return as if it had run to its end, teardown hooks included."""
@@ -115,7 +128,7 @@ def pack(trainer: pl.Trainer) -> dict[str, Any]:
         "val_has_run": epoch_loop.val_loop._has_run,
         "callback_fields": {
             str(index): {field: getattr(callback, field) for field in fields if hasattr(callback, field)}
-            for index, callback in enumerate(trainer.callbacks)
+            for index, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
             for kind, fields in _STATELESS_CALLBACK_FIELDS
             if isinstance(callback, kind)
         },
@@ -191,44 +204,102 @@ def reset_progress(trainer: pl.Trainer, initial: Mapping[str, Any]) -> None:
     trainer.state.stage = RunningStage.TRAINING
 
 
-def take_over_rank_zero_files(trainer: pl.Trainer) -> None:
-    """Continue the log files of the run: this process has just become rank 0.
+def continue_csv(logger: CSVLogger) -> list[tuple[int | None, frozenset[str]]]:
+    """Let a ``CSVLogger`` append to the ``metrics.csv`` that another process has begun.
 
-    A ``CSVLogger`` deletes an existing ``metrics.csv`` on its first use, because it takes it for an older run's.
+    By itself it deletes the file on its first use, because it takes it for an older run's. A half-written last line,
+    left by a kill, is removed.
+
+    Returns:
+        For each row of the file, its step and the names of its values.
     """
-    for logger in trainer.loggers:
-        if not isinstance(logger, CSVLogger) or logger._experiment is not None:
-            continue
+    if logger._experiment is None:
         check = _ExperimentWriter._check_log_dir_exists
         _ExperimentWriter._check_log_dir_exists = lambda self: None  # type: ignore[method-assign]
         try:
             writer = logger.experiment
         finally:
             _ExperimentWriter._check_log_dir_exists = check  # type: ignore[method-assign]
-        if os.path.exists(writer.metrics_file_path):
-            with open(writer.metrics_file_path) as file:
-                header = file.readline().strip()
-            if header:
-                writer.metrics_keys = header.split(",")
+    else:
+        writer = logger._experiment
+    if not writer._fs.isfile(writer.metrics_file_path):
+        return []
+    with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
+        text = file.read()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        _write_file(writer, whole)
+    rows = list(csv.DictReader(io.StringIO(whole, newline="")))
+    writer.metrics_keys = next(csv.reader(io.StringIO(whole, newline="")), [])
+    return [
+        (int(row["step"]) if row.get("step") else None, frozenset(k for k, v in row.items() if v and k != "step"))
+        for row in rows
+    ]
+
+
+def cut_csv(logger: CSVLogger, step: int) -> None:
+    """Remove the rows of a step and of all after it; does nothing where the logger does not write."""
+    writer = logger._experiment
+    if writer is None or not writer._fs.isfile(writer.metrics_file_path):
+        return
+    with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
+        rows = list(csv.DictReader(file))
+    kept = io.StringIO(newline="")
+    table = csv.DictWriter(kept, fieldnames=writer.metrics_keys)
+    table.writeheader()
+    table.writerows(row for row in rows if not row.get("step") or int(row["step"]) < step)
+    _write_file(writer, kept.getvalue())
+
+
+def _write_file(writer: _ExperimentWriter, text: str) -> None:
+    part = f"{writer.metrics_file_path}.part"
+    with writer._fs.open(part, "w", newline="") as file:
+        file.write(text)
+    writer._fs.mv(part, writer.metrics_file_path)
 
 
 def take_over_progress_bar(trainer: pl.Trainer, *, is_rank_zero: bool) -> None:
-    """Show the progress bar on rank 0 and nowhere else."""
+    """Show the progress bar on rank 0 and nowhere else; called in the middle of ``fit``."""
     bar = trainer.progress_bar_callback
     if bar is None:
         return
     if not is_rank_zero:
         bar.disable()
+        if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+            bar._train_progress_bar.close()  # does nothing where none was shown
+        elif isinstance(bar, RichProgressBar):
+            bar._stop_progress()
         return
     bar.enable()
-    if isinstance(bar, RichProgressBar):
-        bar._init_progress(trainer)  # does nothing if it is shown already
-    elif isinstance(bar, TQDMProgressBar) and trainer.training and trainer.state.stage == RunningStage.TRAINING:
-        fresh = getattr(bar, "_train_progress_bar", None)
-        if fresh is None or fresh.disable:
-            bar.train_progress_bar = bar.init_train_tqdm()
+    if isinstance(bar, TQDMProgressBar):
+        shown = bar._train_progress_bar
+        if bar.is_enabled and (shown is None or shown.disable):
             total = bar.total_train_batches
+            bar.train_progress_bar = bar.init_train_tqdm()
             bar.train_progress_bar.reset(total if total != float("inf") else None)
             bar.train_progress_bar.initial = 0
             bar.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
             bar.train_progress_bar.n = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    elif isinstance(bar, RichProgressBar) and bar.is_enabled and (bar.progress is None or bar._progress_stopped):
+        bar._init_progress(trainer)
+        bar._initialize_train_progress_bar_id()
+
+
+def say(trainer: pl.Trainer, line: str) -> None:
+    """Show a line on rank 0's console, above the progress bar if there is one."""
+    if not trainer.is_global_zero:
+        return
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None and not bar._train_progress_bar.disable:
+        bar._train_progress_bar.write(line)
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and not bar._progress_stopped:
+        bar.progress.console.print(line, markup=False, highlight=False)
+    else:
+        rank_zero_info(line)
+
+
+def use_batch_size(trainer: pl.Trainer, batch_size: int) -> None:
+    """Weigh what hooks log in the present batch by the global batch, whatever part of it was read here."""
+    results = trainer._results
+    if results is not None:
+        results.batch_size = batch_size

@@ -16,8 +16,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-_DTYPES = {"torch.float64": torch.float64, "torch.float32": torch.float32}
-
 
 class LogRecorder:
     """Stands in for ``LightningModule.log`` while the user's step runs.
@@ -48,7 +46,7 @@ class LogRecorder:
             if value.numel() != 1:
                 raise ValueError(f"self.log({name!r}, ...) needs one value, got a tensor of shape {tuple(value.shape)}")
             detached = value.detach()
-            dtype = detached.dtype if detached.dtype in (torch.float32, torch.float64) else torch.get_default_dtype()
+            dtype = detached.dtype if detached.is_floating_point() else torch.get_default_dtype()
             record["dtype"] = str(dtype)
             record["value"] = float(detached.to(dtype))
         elif isinstance(value, numbers.Number):
@@ -110,4 +108,4 @@ def _reduce(values: Sequence[tuple[float, float]], how: str) -> float:
 
 def to_tensor(record: Mapping[str, Any], device: torch.device) -> Tensor:
     """Return a record's value with the dtype it was logged with."""
-    return torch.tensor(record["value"], dtype=_DTYPES[record["dtype"]], device=device)
+    return torch.tensor(record["value"], dtype=getattr(torch, record["dtype"].removeprefix("torch.")), device=device)

@@ -13,8 +13,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_parcae.engine.wire import decode_tree, encode_tree
 
@@ -24,18 +25,29 @@ class MetricStates:
 
     Args:
         module: The user's module.
+
+    Raises:
+        MisconfigurationException: If a metric's state cannot be merged over pipelines.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
         self._totals: dict[str, dict[str, Any]] | None = None
         self.names = {id(metric): name for name, metric in self._metrics.items()}
-        for metric in self._metrics.values():
+        for name, metric in self._metrics.items():
+            _refuse_unmergeable(name, metric)
             metric.sync_on_compute = False  # every member holds the whole state
+        for child in module.modules():
+            if isinstance(child, MetricCollection):
+                # a group shares the state of its first metric, once it has seen data; that would be on last stages only
+                child._enable_compute_groups = False
+                child._groups_checked = False
 
     def start(self) -> None:
         """Put the totals aside: what follows is one step's change."""
-        self._totals = {name: _read(metric) for name, metric in self._metrics.items()}
+        self._totals = {
+            name: {**_read(metric), "step_value": metric._forward_cache} for name, metric in self._metrics.items()
+        }
         for metric in self._metrics.values():
             metric.reset()
 
@@ -46,11 +58,9 @@ class MetricStates:
             if metric._update_count:
                 state = {key: getattr(metric, key) for key in metric._defaults}
                 text = base64.b64encode(b"".join(bytes(part) for part in encode_tree(state))).decode()
-                changes[name] = {"count": int(metric._update_count), "state": text}
-        forward = {name: metric._forward_cache for name, metric in self._metrics.items()}
+                has_value = metric._forward_cache is not None  # the metric was called, not only updated
+                changes[name] = {"count": int(metric._update_count), "state": text, "has_value": has_value}
         self.cancel()
-        for name, value in forward.items():
-            self._metrics[name]._forward_cache = value
         return changes
 
     def cancel(self) -> None:
@@ -59,22 +69,26 @@ class MetricStates:
             return
         for name, total in self._totals.items():
             _write(self._metrics[name], total)
+            self._metrics[name]._forward_cache = total["step_value"]
         self._totals = None
 
     def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Add the changes of all pipelines, in their order."""
+        """Add the changes of all pipelines, in their order; the value of the step is taken over all of them."""
         self.cancel()
-        for part in parts:
-            for name, change in part.items():
-                metric = self._metrics[name]
+        for name, metric in self._metrics.items():
+            changes = [part[name] for part in parts if name in part]
+            if not changes:
+                continue
+            total = _read(metric)
+            metric.reset()
+            for change in changes:
                 state = decode_tree(base64.b64decode(change["state"]))
-                if metric._update_count == 0:
-                    for key, value in state.items():
-                        setattr(metric, key, _moved(value, metric.device))
-                else:
-                    _reduce_into(metric, state)
-                metric._update_count += int(change["count"])
-                metric._computed = None
+                _add(metric, {"state": state, "count": change["count"]})
+            step = _read(metric)
+            value = metric.compute() if any(change["has_value"] for change in changes) else None
+            _write(metric, total)
+            _add(metric, step)
+            metric._forward_cache = value
 
     def state(self) -> dict[str, Any]:
         """Return all totals, for a joiner."""
@@ -84,6 +98,20 @@ class MetricStates:
         """Take over :meth:`state`'s totals."""
         for name, total in state.items():
             _write(self._metrics[name], total)
+
+
+_MERGEABLE = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_mean", "dim_zero_cat")
+
+
+def _refuse_unmergeable(name: str, metric: Metric) -> None:
+    for key, default in metric._defaults.items():
+        how = getattr(metric._reductions[key], "__name__", None)
+        if isinstance(default, Tensor) and how not in _MERGEABLE:
+            raise MisconfigurationException(
+                f"the metric {name} ({type(metric).__name__}) reduces its state {key!r} in its own way, which cannot be "
+                "followed over pipelines; use a metric whose states have dist_reduce_fx 'sum', 'mean', 'min', 'max' "
+                "or 'cat', or compute it in validate() or test(), which run in one process"
+            )
 
 
 def _read(metric: Metric) -> dict[str, Any]:
@@ -109,12 +137,14 @@ def _moved(value: Any, device: torch.device) -> Any:
     return [item.to(device) for item in value]
 
 
-def _reduce_into(metric: Metric, change: Mapping[str, Any]) -> None:
-    """Merge one step's change into a metric that has been updated before."""
-    for key, added in change.items():
-        total = getattr(metric, key)
+def _add(metric: Metric, change: Mapping[str, Any]) -> None:
+    """Merge a change into a metric."""
+    if metric._update_count == 0:
+        _write(metric, change)
+        return
+    for key, value in change["state"].items():
+        added, total = _moved(value, metric.device), getattr(metric, key)
         how = getattr(metric._reductions[key], "__name__", None)
-        added = _moved(added, metric.device)
         if isinstance(total, list):
             merged: Any = [*total, *added]
         elif how == "dim_zero_sum":
@@ -124,13 +154,10 @@ def _reduce_into(metric: Metric, change: Mapping[str, Any]) -> None:
         elif how == "dim_zero_min":
             merged = torch.minimum(total, added)
         elif how == "dim_zero_mean":
-            count = metric._update_count
-            merged = (total * count + added) / (count + 1)
-        elif how == "dim_zero_cat":
-            merged = torch.cat([total, added])
+            before, new = metric._update_count, change["count"]
+            merged = (total * before + added * new) / (before + new)
         else:
-            raise TypeError(
-                f"the metric {type(metric).__name__} reduces its state {key!r} in its own way, which cannot be "
-                "followed over pipelines; use a state with dist_reduce_fx 'sum', 'mean', 'min', 'max' or 'cat'"
-            )
+            merged = torch.cat([total, added])
         setattr(metric, key, merged)
+    metric._update_count += int(change["count"])
+    metric._computed = None

@@ -8,6 +8,7 @@ zeroed the old ones.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +19,24 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_parcae import lightning_internals
 from lightning_parcae.batch_operation import BatchOperation, BatchResult
+from lightning_parcae.batch_supply import BatchSupply
 from lightning_parcae.callback import ParcaeCallback
 from lightning_parcae.control.messages import CheckpointRef, Event, JobSpec
-from lightning_parcae.data import AbsentBatch, ElasticLoader, ReadPosition
-from lightning_parcae.engine.batch_norms import check_momentum
+from lightning_parcae.data import AbsentBatch, ElasticLoader
 from lightning_parcae.engine.groups import Groups
 from lightning_parcae.engine.partition import (
     PipelinedSequential,
-    check_pipeline,
-    find_sequential,
     fingerprint,
     layer_costs,
     parameter_bytes,
@@ -52,24 +50,16 @@ from lightning_parcae.logged_values import to_tensor
 from lightning_parcae.membership import Membership, connect_membership
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.policy import most_instances_table
+from lightning_parcae.refusals import refuse_loaders, refuse_model, refuse_optimizers, refuse_settings
+from lightning_parcae.run_logs import RunLogs
 from lightning_parcae.sharding.ledger import CommitRecord
-from lightning_parcae.sharding.order import derive_seed
 from lightning_parcae.testing import reach, reached_step
+from lightning_parcae.whole_state import WholeState
 
 log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 1024
 """Layouts are planned for up to this many instances."""
-
-_UNSUPPORTED_CALLBACKS = {
-    "StochasticWeightAveraging": "it averages parameters that live on other instances",
-    "WeightAveraging": "it averages parameters that live on other instances",
-    "EMAWeightAveraging": "it averages parameters that live on other instances",
-    "ModelPruning": "it replaces parameters while stages hold them",
-    "BatchSizeFinder": "it changes the batch size, which is the global batch here",
-    "LearningRateFinder": "it runs and rewinds steps outside of the step protocol",
-}
-_UNSUPPORTED_OPTIMIZERS = ("LBFGS", "SparseAdam")
 
 
 class ParcaeStrategy(ParallelStrategy):
@@ -201,13 +191,14 @@ class ParcaeStrategy(ParallelStrategy):
         self._pipeline_path = ""
         self._operation: BatchOperation | None = None
         self._fallback: Fallback | None = None
-        self._train_loader: ElasticLoader | None = None
+        self._supply = BatchSupply(micro_batch_size=micro_batch_size, boundary=self._boundary)
+        self._whole_state = WholeState(self)
+        self._run_logs = RunLogs()
         self._in_fit = False
         self._light_states = False
         self._new_gradients: dict[nn.Parameter, Tensor] = {}
-        self._gathered: dict[int, Any] | None = None
-        self._gathered_generation = -1
         self._num_broadcasts = 0
+        self._has_resumed = False
         self._last_result: BatchResult | None = None
         self._has_left = False
 
@@ -288,8 +279,11 @@ class ParcaeStrategy(ParallelStrategy):
         super().setup_environment()
         trainer = self.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._coordinator is None:
-            self.environment.assign(0, 1)
+        if self._coordinator is None or self._has_left:
+            if self._coordinator is None:
+                self.environment.assign(0, 1)
+            if fitting:
+                self._run_logs.open(trainer, lambda key, value: value)
             return
         if self._membership is None:
             self._membership = connect_membership(
@@ -300,21 +294,18 @@ class ParcaeStrategy(ParallelStrategy):
             )
             self._run_dir = self._run_dir or self._membership.welcome.run_dir
             self.environment.assign_host_rank(self._membership.welcome.host_rank)
+            self.environment.assign(0 if self._membership.welcome.leader else ParcaeEnvironment.NO_RANK, 1)
+            atexit.register(self._say_goodbye)  # a script that only evaluates leaves no other way
             reach("set_up")
         if fitting:
-            self.environment.assign(0 if self._membership.welcome.leader else ParcaeEnvironment.NO_RANK, 1)
             self._membership.watch_signals()
-            self._agree_on_run(trainer)
+            self._run_logs.open(trainer, self._membership.agree)
             if not self._membership.welcome.leader:
                 trainer.num_sanity_val_steps = 0  # a joiner must not hold up the others with what they have checked
 
-    def _agree_on_run(self, trainer: pl.Trainer) -> None:
-        """Let every instance use the log directories that the first one has chosen."""
-        assert self._membership is not None
-        for index, logger in enumerate(trainer.loggers):
-            if hasattr(logger, "_version"):
-                version = self._membership.agree(f"logger/{index}/version", logger.version)
-                logger._version = version
+    def _say_goodbye(self) -> None:
+        if self._membership is not None:
+            self._membership.close(goodbye=True)
 
     def _agree_on_seed(self) -> int:
         given = self._seed if self._seed is not None else os.environ.get("PL_GLOBAL_SEED")
@@ -328,36 +319,13 @@ class ParcaeStrategy(ParallelStrategy):
         Raises:
             MisconfigurationException: With the reason and the change to make.
         """
-        if not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(module).__name__} uses manual optimization, whose backward calls cannot be pipelined. "
-                "Remove `self.automatic_optimization = False` and return the loss from training_step"
-            )
-        for callback in module.trainer.callbacks if module._trainer is not None else ():  # type: ignore[attr-defined]
-            reason = _UNSUPPORTED_CALLBACKS.get(type(callback).__name__)
-            if reason is not None:
-                raise MisconfigurationException(
-                    f"the callback {type(callback).__name__} cannot be used with ParcaeStrategy: {reason}. Remove it"
-                )
-        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
-            raise MisconfigurationException(
-                "precision='16-mixed' scales the loss by a factor that all stages would have to agree on; "
-                "use precision='bf16-mixed' or '32-true'"
-            )
-        try:
-            path = find_sequential(module, self._pipeline_module)
-            check_pipeline(module, path, batch_norm=self._batch_norm)
-            check_momentum(list(module.get_submodule(path).children()))
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
-        num_layers = len(module.get_submodule(path))  # type: ignore[arg-type]
-        fewest = self._num_stages or self._min_stages
-        if fewest > num_layers:
-            raise MisconfigurationException(
-                f"{fewest} stages need at least {fewest} layers, but {path} has {num_layers}; "
-                "lower num_stages or min_stages, or split the layers"
-            )
-        self._pipeline_path = path
+        refuse_settings(module, self.precision_plugin)
+        self._pipeline_path = refuse_model(
+            module,
+            self._pipeline_module,
+            batch_norm=self._batch_norm,
+            fewest_stages=self._num_stages or self._min_stages,
+        )
 
     @override
     def model_to_device(self) -> None:
@@ -368,39 +336,28 @@ class ParcaeStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        self.check_module(module)
-        self._install_pipeline(module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.check_module(module)
+            self._install_pipeline(module)
         super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        for optimizer in self.optimizers:
-            if type(optimizer).__name__ in _UNSUPPORTED_OPTIMIZERS:
-                raise MisconfigurationException(
-                    f"{type(optimizer).__name__} cannot be used with ParcaeStrategy: it needs the whole model in one "
-                    "process. Use SGD, Adam, AdamW or another optimizer that updates each parameter by itself"
-                )
-        if len(self.optimizers) != 1:
-            raise MisconfigurationException(
-                f"ParcaeStrategy trains with one optimizer, but configure_optimizers returned {len(self.optimizers)}"
-            )
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        self._seed = self._agree_on_seed()
-        self._begin_session(trainer)
+        if fitting:
+            refuse_optimizers(self.optimizers)
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            self._seed = self._agree_on_seed()
+            self._begin_session()
 
     def _install_pipeline(self, module: pl.LightningModule) -> None:
         current = module.get_submodule(self._pipeline_path)
-        if isinstance(current, PipelinedSequential):
-            return
-        assert isinstance(current, nn.Sequential)
-        parent, _, name = self._pipeline_path.rpartition(".")
-        setattr(module.get_submodule(parent), name, PipelinedSequential(current))
-        transfer = module._on_before_batch_transfer
+        if not isinstance(current, PipelinedSequential):
+            assert isinstance(current, nn.Sequential)
+            parent, _, name = self._pipeline_path.rpartition(".")
+            setattr(module.get_submodule(parent), name, PipelinedSequential(current))
 
-        def skip_absent(batch: Any, dataloader_idx: int = 0) -> Any:
-            # the user's transfer hooks see real batches only
-            return batch if isinstance(batch, AbsentBatch) else transfer(batch, dataloader_idx=dataloader_idx)
-
-        module._on_before_batch_transfer = skip_absent  # type: ignore[method-assign]
+    @property
+    def pipeline_path(self) -> str:
+        """Where the pipelined part lies in the user's module."""
+        return self._pipeline_path
 
     @property
     def pipelined(self) -> PipelinedSequential:
@@ -415,23 +372,22 @@ class ParcaeStrategy(ParallelStrategy):
         """Every layer, resident or not; see Host."""
         return list(self.pipelined.children())
 
-    def _begin_session(self, trainer: pl.Trainer) -> None:
+    def _begin_session(self) -> None:
         module = self.lightning_module
         assert module is not None and self._seed is not None
         self._in_fit = True
         if self._fallback is None and self._fallback_dir is not None:
             self._fallback = Fallback(self._fallback_dir, every_n_steps=self._fallback_every_n_steps)
             self._fallback.check_writable()
-        if self._operation is None:
-            self._operation = BatchOperation(
-                module,
-                self.pipelined,
-                seed=self._seed,
-                devices=self.local_devices,
-                recompute=self._recompute,
-                batch_norm=self._batch_norm,
-                loss_weight=self._loss_weight,
-            )
+        self._operation = BatchOperation(
+            module,
+            self.pipelined,
+            seed=self._seed,
+            devices=self.local_devices,
+            recompute=self._recompute,
+            batch_norm=self._batch_norm,
+            loss_weight=self._loss_weight,
+        )
         if self._membership is None:
             solo = SoloSession(len(self.layers))
             self._session = solo
@@ -440,6 +396,7 @@ class ParcaeStrategy(ParallelStrategy):
             self._session = Session(self._membership.endpoint, self._membership.agent, self)
             self._membership.agent.on_urgent = self._session.on_urgent
             self._session.hold_all()
+        self._supply.open(module, self.session)
 
     # ------------------------------------------------------------------ what Lightning asks of all ranks
 
@@ -483,49 +440,9 @@ class ParcaeStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if not isinstance(dataloader, DataLoader):
-            raise MisconfigurationException(
-                f"ParcaeStrategy needs a torch DataLoader, got {type(dataloader).__name__}; without one it cannot tell "
-                "which samples a step has used"
-            )
-        trainer = self.trainer
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            return dataloader
-        training = trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == RunningStage.TRAINING
-        if training and self._train_loader is not None and trainer.fit_loop._combined_loader is None:
-            self._train_loader.close()
-        loader = ElasticLoader(
-            dataloader,
-            seed=derive_seed(self._seed_for_data(), "train" if training else "evaluation"),
-            micro_batch_size=self._micro_batch_size,
-            position=self._read_position,
-            boundary=self._boundary if training else None,
-            is_training=training,
-        )
-        if training:
-            self._train_loader = loader
-        return loader
-
-    def _seed_for_data(self) -> int:
         if self._seed is None:
             self._seed = self._agree_on_seed()
-        return self._seed
-
-    def _read_position(self) -> ReadPosition | None:
-        """Say which part of each global batch this instance reads now."""
-        session = self._session
-        local = ReadPosition(version=0, num_pipelines=1, pipeline=0)
-        if not self._in_fit or session is None or self.trainer.sanity_checking:
-            return local
-        if isinstance(session, SoloSession):
-            return local
-        place = session.place
-        if place is None or place[1] != 0:
-            return None
-        assert session.layout is not None
-        return ReadPosition(
-            version=session.generation, num_pipelines=session.layout.config.num_pipelines, pipeline=place[0]
-        )
+        return self._supply.wrap(dataloader, self.trainer, self._seed)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -533,24 +450,16 @@ class ParcaeStrategy(ParallelStrategy):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _prepare(self, batch: Any) -> Any:
-        """Treat a batch that was read again as Lightning's loop treats a fetched one."""
-        module = self.lightning_module
-        assert module is not None
-        batch = self.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self.batch_to_device(batch)
-
     # ------------------------------------------------------------------ the step boundary
 
     def _boundary(self, loader: ElasticLoader) -> None:
         """Between two steps: meet changes of the membership, write the fallback checkpoint."""
         session = self._session
         if isinstance(session, SoloSession):
+            self._resume_alone(session)
             self._write_fallback(loader)
             return
         assert isinstance(session, Session)
-        self._train_loader = loader
         reached_step(self.trainer.global_step)
         reach("boundary")
         try:
@@ -563,14 +472,30 @@ class ParcaeStrategy(ParallelStrategy):
             self._leave_fit()
             raise lightning_internals.ExitFitQuietly from None
 
+    def _resume_alone(self, session: SoloSession) -> None:
+        """Go on from the newest fallback checkpoint, as the first generation of a job with a coordinator does."""
+        if session.clock > 0 or self._fallback is None or self._has_resumed:
+            return
+        self._has_resumed = True
+        newest = self._fallback.newest()
+        if newest is not None and newest.step > self.trainer.global_step:
+            log.warning("going on from the checkpoint %s of an earlier run", newest.identifier)
+            self._fallback.restore(self, newest, range(len(self.layers)))
+
     def _describe_job(self) -> tuple[JobSpec, CheckpointRef | None]:
         """Describe the job to the coordinator, after a throw-away step that makes the first real one fast."""
-        assert self._operation is not None and self._train_loader is not None and self.lightning_module is not None
-        sample = self._operation.warm_up(self._train_loader, self._prepare)
+        loader = self._train_loader
+        assert self._operation is not None and self.lightning_module is not None
+        rank = self.environment.global_rank()
+        self.environment.assign(ParcaeEnvironment.NO_RANK, 1)  # the throw-away step must not log anything
+        try:
+            sample = self._operation.warm_up(self._supply.prepare(loader.sample(), self.trainer))
+        finally:
+            self.environment.assign(rank, 1)
         layers = self.layers
         longest = min(self._max_stages or len(layers), len(layers))
         costs = layer_costs(self.pipelined, sample if self._balance == "time" else None)
-        pipelines = self._train_loader.max_pipelines
+        pipelines = loader.max_pipelines
         table = most_instances_table(
             num_layers=len(layers),
             max_instances=min(MAX_INSTANCES, pipelines * longest),
@@ -583,12 +508,12 @@ class ParcaeStrategy(ParallelStrategy):
         spec = JobSpec(
             num_layers=len(layers),
             layer_bytes=[3 * parameter_bytes(layer) for layer in layers],  # parameters and two moments
-            table=[None if entry is None else [entry.num_pipelines, entry.num_stages] for entry in table],
+            table=[None if entry is None else (entry.num_pipelines, entry.num_stages) for entry in table],
             boundaries={stages: list(stage_boundaries(costs, stages)) for stages in range(1, longest + 1)},
             fingerprint=fingerprint(
                 self.lightning_module,
                 self._pipeline_path,
-                [len(self._train_loader), self._micro_batch_size, self._seed],
+                [len(loader), self._micro_batch_size, self._seed],
             ),
             max_step_failures=self._max_step_failures,
             min_instances_timeout_s=self._min_instances_timeout_s,
@@ -610,20 +535,18 @@ class ParcaeStrategy(ParallelStrategy):
             tree = lightning_internals.pack(self.trainer)
         finally:
             self._light_states = False
-        assert self._train_loader is not None
         tree["loader"] = self._train_loader.state_dict()
         assert self.lightning_module is not None and self._operation is not None
         tree["modes"] = [module.training for module in self.lightning_module.modules()]
         tree["metrics"] = self._operation.metrics.state()
-        tree["loggers"] = [getattr(logger, "_version", None) for logger in self.trainer.loggers]
+        tree["loggers"] = self._run_logs.versions()
+        tree["fallback"] = None if self._fallback is None else self._fallback.position()
+        tree["counts"] = self._callback.counts()
         return tree
 
     def inject_trainer(self, tree: Any) -> None:
         """Take over another instance's trainer state; see Host."""
-        assert self._train_loader is not None
-        for logger, version in zip(self.trainer.loggers, tree["loggers"]):
-            if version is not None:
-                logger._version = version  # type: ignore[attr-defined]
+        self._run_logs.use_versions(tree["loggers"])
         self._light_states = True
         try:
             lightning_internals.inject(self.trainer, tree)
@@ -634,13 +557,15 @@ class ParcaeStrategy(ParallelStrategy):
         for module, training in zip(self.lightning_module.modules(), tree["modes"], strict=True):
             module.training = training
         self._operation.metrics.load(tree["metrics"])
-        if self._membership is not None:
-            self._membership.agent.step = self.trainer.global_step
+        if self._fallback is not None and tree["fallback"] is not None:
+            self._fallback.go_to(tree["fallback"])
+        self._callback.take_over(tree["counts"])
 
     def restore(self, checkpoint: CheckpointRef, layers: Sequence[int]) -> None:
         """Take over the state of a checkpoint; see Host."""
         assert self._fallback is not None
         self._fallback.restore(self, checkpoint, layers)
+        self._run_logs.rewind(self.trainer.global_step)
 
     def step_aside(self) -> None:
         """Give up the rank; see Host."""
@@ -655,11 +580,33 @@ class ParcaeStrategy(ParallelStrategy):
         rank = layout.rank_of(self._membership.endpoint.name)
         self.environment.assign(rank, len(layout.order))
         if rank == 0 and not was_zero:
-            lightning_internals.take_over_rank_zero_files(self.trainer)
+            self._run_logs.take_over()
         lightning_internals.take_over_progress_bar(self.trainer, is_rank_zero=rank == 0)
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ParcaeCallback):
-                callback.on_generation(self.trainer, layout, reason, pause_s)
+        self._callback.on_generation(self.trainer, layout, reason, pause_s)
+
+    @property
+    def _callback(self) -> ParcaeCallback:
+        """The callback that counts; the launcher has added it."""
+        return next(c for c in self.trainer.callbacks if isinstance(c, ParcaeCallback))  # type: ignore[attr-defined]
+
+    @property
+    def _train_loader(self) -> ElasticLoader:
+        assert self._supply.train_loader is not None
+        return self._supply.train_loader
+
+    def use_global_batch_size(self, validation_loader: int | None = None) -> None:
+        """Weigh what hooks log in the present batch by the global batch; called by the callback before any hook.
+
+        Args:
+            validation_loader: Index of the loader the batch comes from; None in training.
+        """
+        trainer = self.trainer
+        if not self._in_fit or trainer.sanity_checking:
+            return
+        loader = self._train_loader
+        if validation_loader is not None:
+            loader = self._supply.validation_loader(trainer, validation_loader)
+        lightning_internals.use_batch_size(trainer, loader.current.num_samples)
 
     # ------------------------------------------------------------------ steps
 
@@ -667,25 +614,32 @@ class ParcaeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, batch_idx = args[0], args[1]
         operation, loader = self._operation, self._train_loader
-        assert operation is not None and loader is not None
+        assert operation is not None
+        trainer = self.trainer
         result = operation.train(
             self.session,
             batch,
             loader,
-            reread=lambda: self._prepare(loader.reread(self._read_position())),
+            reread=lambda: self._supply.reread(loader, trainer),
             step_args=(batch_idx, *args[2:]),
-            step_index=self.trainer.fit_loop.epoch_loop.total_batch_idx,
-            keep_gradients=batch_idx % self.trainer.accumulate_grad_batches != 0,
-            want_norms=uses_clipping(self.trainer) and not self.trainer.fit_loop._should_accumulate(),
+            step_index=trainer.fit_loop.epoch_loop.total_batch_idx,
+            keep_gradients=batch_idx % trainer.accumulate_grad_batches != 0,
+            want_norms=uses_clipping(trainer) and not trainer.fit_loop._should_accumulate(),
         )
         reach("voted")
         self._last_result = result
         self._new_gradients = result.gradients
-        self._replay_logs(result)
+        self._conclude(result, loader)
         self._after_commit(loader)
         if result.extras:
             return {"loss": result.loss, **result.extras}
         return result.loss
+
+    def _conclude(self, result: BatchResult, loader: ElasticLoader) -> None:
+        """Log what the last stages have logged, and count what was done again."""
+        if result.num_broken:
+            self._callback.on_replay(result.num_broken * loader.current.num_samples)
+        self._replay_logs(result)
 
     def _replay_logs(self, result: BatchResult) -> None:
         module = self.lightning_module
@@ -744,36 +698,23 @@ class ParcaeStrategy(ParallelStrategy):
         self._operation.clip(self._last_result, float(clip_val))
 
     def _evaluate(self, hook: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        module, operation = self.lightning_module, self._operation
+        module, operation, trainer = self.lightning_module, self._operation, self.trainer
         assert module is not None
-        step = getattr(module, hook)
-        local = not self._in_fit or self.trainer.sanity_checking or operation is None
-        if local:
-            return step(*args, **kwargs)
-        assert operation is not None
-        loader = self._current_eval_loader(args, kwargs)
+        if not self._in_fit or trainer.sanity_checking or operation is None:
+            return getattr(module, hook)(*args, **kwargs)
+        index = int(args[2]) if len(args) > 2 else 0
+        loader = self._supply.validation_loader(trainer, index)
         result = operation.evaluate(
             self.session,
             hook,
             args[0],
             loader,
-            reread=lambda: self._prepare(loader.reread(self._read_position())),
+            reread=lambda: self._supply.reread(loader, trainer, index),
             step_args=args[1:],
             step_kwargs=kwargs,
         )
-        self._replay_logs(result)
+        self._conclude(result, loader)
         return result.extras.get("output")
-
-    def _current_eval_loader(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ElasticLoader:
-        loop = self.trainer.fit_loop.epoch_loop.val_loop
-        assert loop._combined_loader is not None
-        loader = loop._combined_loader.flattened[self._dataloader_idx(args)]
-        assert isinstance(loader, ElasticLoader)
-        return loader
-
-    @staticmethod
-    def _dataloader_idx(args: Sequence[Any]) -> int:
-        return int(args[2]) if len(args) > 2 else 0
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -792,34 +733,8 @@ class ParcaeStrategy(ParallelStrategy):
             return {name: value for name, value in state.items() if not name.startswith(prefix)}
         if not self._is_member:
             return state
-        gathered = self._gather()
-        names = [name for name, _ in self.pipelined.named_children()]
-        for index, tree in gathered.items():
-            prefix = f"{self._pipeline_path}.{names[index]}."
-            for kind in ("parameters", "buffers"):
-                for name, value in tree[kind].items():
-                    if prefix + name in state:
-                        state[prefix + name] = value
-        return state
-
-    def _gather(self) -> dict[int, Any]:
-        """Collect on rank 0 the layers it does not hold; an operation of all members."""
-        session = self._session
-        assert isinstance(session, Session)
-        gathered: dict[int, Any] = {}
-
-        def attempt() -> dict[str, Any]:
-            reach("gather")
-            gathered.clear()
-            session.serve_layers()
-            missing = sorted(set(range(len(self.layers))) - session.resident)
-            if session.rank == 0 and missing:
-                gathered.update(session.fetch_layers(missing))
-            return {"gather": True}
-
-        session.run(attempt, lambda: None)
-        self._gathered, self._gathered_generation = gathered, session.generation
-        return gathered
+        assert isinstance(self._session, Session)
+        return self._whole_state.complete_module(state, self._session)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -827,53 +742,17 @@ class ParcaeStrategy(ParallelStrategy):
         state: dict[str, Any] = inner.state_dict()
         if self._light_states:
             return {"state": {}, "param_groups": state["param_groups"]}
-        if not self._is_member or self._gathered is None:
-            return state
-        position = {id(p): i for i, p in enumerate(p for group in inner.param_groups for p in group["params"])}
-        layers = self.layers
-        for index, tree in self._gathered.items():
-            by_name = dict(layers[index].named_parameters())
-            for name, entries in tree["optimizers"][0].items():
-                place = position.get(id(by_name[name]))
-                if place is not None and entries:
-                    state["state"][place] = entries
-        state["state"] = dict(sorted(state["state"].items()))
-        return state
+        return self._whole_state.complete_optimizer(state, inner) if self._is_member else state
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        if not self._is_member:
-            if self.is_global_zero:
-                self._write_whole(checkpoint, filepath, storage_options)
-            return
-        session = self._session
-        assert isinstance(session, Session)
-        weights_only = "optimizer_states" not in checkpoint
-        box = [checkpoint]
-
-        def attempt() -> dict[str, Any]:
-            while self._gathered_generation != session.generation:
-                # the generation broke since the state was collected: rank 0 may be another instance now
-                box[0] = self.trainer._checkpoint_connector.dump_checkpoint(weights_only)
-            reach("save")
-            if session.rank == 0:
-                self._write_whole(box[0], filepath, storage_options)
-            return {"saved": str(filepath)}
-
-        session.run(attempt, lambda: None)
-        self._gathered = None
-
-    def _write_whole(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
-        """Write a checkpoint so that a kill leaves the old file or the new one, never half of one."""
-        path = str(filepath)
-        if "://" in path:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            return
-        part = f"{path}.part"
-        self.checkpoint_io.save_checkpoint(checkpoint, part, storage_options=storage_options)
-        os.replace(part, path)
+        if self._is_member:
+            assert isinstance(self._session, Session)
+            self._whole_state.save(checkpoint, filepath, storage_options, self._session)
+        elif self.is_global_zero:
+            self._whole_state.write(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -887,12 +766,7 @@ class ParcaeStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        loaders = self.trainer.fit_loop._combined_loader
-        if loaders is not None and len(loaders.flattened) > 1:
-            raise MisconfigurationException(
-                f"ParcaeStrategy trains on one DataLoader, but there are {len(loaders.flattened)}; join them into one "
-                "dataset, such as torch.utils.data.StackDataset or ConcatDataset"
-            )
+        refuse_loaders(self.trainer)
         if self._membership is not None:
             self._membership.watch_signals()  # Lightning has installed its own handler since
 
@@ -907,16 +781,14 @@ class ParcaeStrategy(ParallelStrategy):
         self._in_fit = False
         if self._operation is not None:
             self._operation.leave()
-        if self._train_loader is not None:
-            self._train_loader.close()
+        self._supply.close()
 
     def begin_again(self, reason: str) -> None:
         """Prepare to enter ``fit`` again in this process after a rollback."""
         log.warning("state was lost (%s): going back to the newest checkpoint", reason)
         if self._operation is not None:
             self._operation.leave()
-        if self._train_loader is not None:
-            self._train_loader.close()
+        self._supply.close()
         assert isinstance(self._session, Session)
         self._session.begin_again()
         self._num_broadcasts = 0
@@ -959,11 +831,7 @@ class ParcaeStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.fail(exception)
-        self._in_fit = False
-        if self._operation is not None:
-            self._operation.leave()
-        if self._train_loader is not None:
-            self._train_loader.close()
+        self._leave_fit()
         if isinstance(self._session, Session):
             self._session.close()
         if self._membership is not None:
@@ -973,6 +841,7 @@ class ParcaeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._membership is not None:
             self._membership.restore_signals()
+        self._run_logs.close()
         super().teardown()
 
 

@@ -415,7 +415,9 @@ class Supervisor:
         After a success, code behind ``fit`` may run as long as it likes. A stopped process never ends by itself.
         """
         over_at = now if self._over_at is None else self._over_at
-        is_graceful = self.view.is_finished or self._over_at is None or self.view.stop is None or self.view.stop.graceful
+        is_graceful = (
+            self.view.is_finished or self._over_at is None or self.view.stop is None or self.view.stop.graceful
+        )
         if record.process.is_stopped:
             record.kill_at = now
         elif not is_graceful or record.name in self.view.dead or self._error is not None:
@@ -435,11 +437,12 @@ class Supervisor:
     def _show_exit(self, record: InstanceRecord) -> None:
         """Show the end of an instance where the coordinator's events do not explain it."""
         code = record.exit_code or 0
-        sent = -code in record.signals
-        if code and not sent and self._over_at is None and not self._interrupts:
-            self._console.event(
-                f"{record.name} (pid {record.pid}) {describe_exit(code)}; log: {record.process.log_path}", "warn"
-            )
+        if code == 0 or -code in record.signals or self._over_at is not None or self._interrupts:
+            return
+        before = "had been declared dead, woke up and " if record.name in self.view.dead and code > 0 else ""
+        self._console.event(
+            f"{record.name} (pid {record.pid}) {before}{describe_exit(code)}; log: {record.process.log_path}", "warn"
+        )
 
     # -- faults -------------------------------------------------------------------------------------------------------
 

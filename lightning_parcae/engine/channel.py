@@ -8,7 +8,6 @@ autograd knows. Both take a *carrier*, an empty tensor of shape ``(0, i)`` that 
 from __future__ import annotations
 
 import queue
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 _HEADER_INTS = 64
-_SENDS_IN_FLIGHT = 2
 # Trees that travel over the same group take other tags.
 _TAG_HEADER, _TAG_PAYLOAD, _TAG_GRADIENT = 1, 2, 64
 
@@ -172,25 +170,27 @@ class GroupChannel:
         self._expected_out: dict[int, _Meta] = {}
         self._expected_in: dict[int, _Meta] = {}
         self._sent: dict[int, _Meta] = {}
-        self._sends: deque[list[Pending]] = deque()
-        self._gradient_sends: deque[list[Pending]] = deque()
+        # Nobody waits for sends: the first gradient tells that the next stage has every activation, and the next
+        # batch's first activation that the previous stage has every gradient.
+        self._sends: list[Pending] = []
+        self._gradient_sends: list[Pending] = []
         self._posted: tuple[int, Pending, list[Pending]] | None = None
         self._posted_gradient: tuple[int, list[Pending]] | None = None
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Start a batch of micro-batches with these numbers of samples."""
-        _drain(self._sends, 0)
-        _drain(self._gradient_sends, 0)
+        if self._sends:
+            self.finish_forward()  # the last batch had no gradients, which would have told that all has arrived
         self._sizes = tuple(sizes)
         self._sent.clear()
 
     def finish_forward(self) -> None:
         """Return when every activation has left."""
-        _drain(self._sends, 0)
+        self._group.wait_for_sends(self._sends)
+        self._sends.clear()
 
     def send_activation(self, micro: int, activation: Activation) -> None:
-        """Hand a micro-batch to the next stage; at most two are on their way."""
-        _drain(self._sends, _SENDS_IN_FLIGHT - 1)
+        """Hand a micro-batch to the next stage; returns at once."""
         group, peer = self._group, self._next
         meta = _Meta.of(activation)
         expected = self._expected_out.get(self._sizes[micro])
@@ -210,7 +210,7 @@ class GroupChannel:
             pending.append(group.isend(tensor.detach().cpu().contiguous(), peer, _TAG_PAYLOAD))
         self._expected_out[self._sizes[micro]] = meta
         self._sent[micro] = meta
-        self._sends.append(pending)
+        self._sends += pending
         self.activations_sent += 1
 
     def recv_activation(self, micro: int) -> Activation:
@@ -235,6 +235,7 @@ class GroupChannel:
             payload = [self._group.irecv(buffer, self._previous, _TAG_PAYLOAD) for buffer in meta.buffers()]
         self._expected_in[self._sizes[micro]] = meta
         tensors = tuple([pending.wait() for pending in payload])
+        _forget(self._gradient_sends)
         self._posted = None
         if micro + 1 < len(self._sizes):
             self._post(micro + 1)
@@ -249,20 +250,19 @@ class GroupChannel:
         self._posted = (micro, header, [group.irecv(buffer, peer, _TAG_PAYLOAD) for buffer in buffers])
 
     def send_gradient(self, micro: int, gradients: Sequence[Tensor]) -> None:
-        """Send back the gradients of a micro-batch; at most two are on their way."""
-        _drain(self._gradient_sends, _SENDS_IN_FLIGHT - 1)
+        """Send back the gradients of a micro-batch; returns at once."""
         group, peer, tag = self._group, self._previous, _TAG_GRADIENT + micro
-        self._gradient_sends.append([group.isend(g.detach().cpu().contiguous(), peer, tag) for g in gradients])
+        self._gradient_sends += [group.isend(g.detach().cpu().contiguous(), peer, tag) for g in gradients]
         self.gradients_sent += 1
 
     def recv_gradient(self, micro: int) -> tuple[Tensor, ...]:
         """Wait for the gradients of a micro-batch."""
-        if self._sends:
-            _drain(self._sends, 0)  # the next stage has them all: this does not wait
         if self._posted_gradient is None or self._posted_gradient[0] != micro:
             self._post_gradient(micro)
         assert self._posted_gradient is not None
         gradients = tuple([pending.wait() for pending in self._posted_gradient[1]])
+        if any([gradient.numel() for gradient in gradients]):  # else no message came
+            _forget(self._sends)
         self._posted_gradient = None
         if micro > 0:
             self._post_gradient(micro - 1)
@@ -275,10 +275,10 @@ class GroupChannel:
         self._posted_gradient = (micro, posted)
 
 
-def _drain(sends: deque[list[Pending]], limit: int) -> None:
-    while len(sends) > limit:
-        for pending in sends.popleft():
-            pending.wait()
+def _forget(sends: list[Pending]) -> None:
+    for pending in sends:
+        pending.forget()
+    sends.clear()
 
 
 class InProcessChannel:

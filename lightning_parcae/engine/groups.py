@@ -9,10 +9,13 @@ for the coordinator to say.
 from __future__ import annotations
 
 import logging
+import queue
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -37,15 +40,18 @@ _LENGTH_BYTES = 8
 _BUCKET_BYTES = 8 << 20
 _BUCKETS_IN_FLIGHT = 2
 _POLL_S = 0.002
+_SHUT_DOWN_PAUSE_S = 0.005
+_SLICE = timedelta(seconds=2)
 _device_lock = threading.Lock()
 
 
 class Pending:
     """A send or receive under way; it keeps its tensor alive."""
 
-    __slots__ = ("__weakref__", "_generation", "_work", "tensor")
+    __slots__ = ("__weakref__", "_generation", "_is_send", "_work", "tensor")
 
-    def __init__(self, generation: _Generation, work: Any, tensor: Tensor) -> None:
+    def __init__(self, generation: _Generation, work: Any, tensor: Tensor, is_send: bool) -> None:
+        self._is_send = is_send
         self._generation = generation
         self._work = work
         self.tensor = tensor
@@ -59,12 +65,19 @@ class Pending:
             GenerationBrokenError: If the communication failed or was aborted.
         """
         if self._work is not None:
+            if self._is_send:
+                self._generation.wait_for_sends([self])
+                return self.tensor
             try:
                 self._work.wait()
             except RuntimeError as error:
                 raise self._generation.broken(error) from error
             self._work = None
         return self.tensor
+
+    def forget(self) -> None:
+        """Let go of a send that the peer is known to have received."""
+        self._work = None
 
     def drop(self) -> Any:
         """Give up the operation, which would keep gloo's sockets and listener; waiting for it fails from now on."""
@@ -87,6 +100,7 @@ class _Generation:
         self.is_aborted = False
         self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._abort_event = abort_event
+        self._sender: _SendWaiter | None = None
 
     def check(self) -> None:
         if self.is_aborted or (self._abort_event is not None and self._abort_event.is_set()):
@@ -99,7 +113,76 @@ class _Generation:
 
     def abort(self) -> int:
         self.is_aborted = True
-        return sockets.shut_down(self.connections)
+        # Reading first: gloo then sees the end of the stream and fails what is pending. If writing failed first, it
+        # would lose a send that is just about to start: nobody would ever be told.
+        count = sockets.shut_down(self.connections, socket.SHUT_RD)
+        time.sleep(_SHUT_DOWN_PAUSE_S)
+        sockets.shut_down(self.connections)
+        return count
+
+    def wait_for_sends(self, sends: list[Pending]) -> None:
+        """Wait in another thread: gloo can lose a send whose connection breaks as it starts, and wait for ever."""
+        if self._sender is None:
+            self._sender = _SendWaiter()
+        done = self._sender.wait_for(sends)
+        while not done.event.wait(_POLL_S * 10):
+            if self.is_aborted or (self._abort_event is not None and self._abort_event.is_set()):
+                self._sender = None  # it may be stuck; it ends with the operation
+                raise self.broken(None)
+        if done.error is not None:
+            raise self.broken(done.error) from done.error
+
+    def wait_for_collective(self, work: Any) -> None:
+        # Unlike one of a send or receive, the timeout of this wait leaves the operation alone.
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or self.is_aborted:
+                    raise self.broken(error) from error
+                self.check()
+
+    def end(self) -> None:
+        if self._sender is not None:
+            self._sender.end()
+            self._sender = None
+
+
+@dataclass(slots=True)
+class _Done:
+    event: threading.Event
+    error: RuntimeError | None = None
+
+
+class _SendWaiter:
+    """A thread that waits for sends."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[list[Any], _Done] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="parcae-sends", daemon=True).start()
+
+    def wait_for(self, sends: list[Pending]) -> _Done:
+        done = _Done(threading.Event())
+        self._queue.put((sends, done))
+        return done
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            sends, done = item
+            try:
+                for send in sends:
+                    work = send._work
+                    if work is not None:
+                        work.wait()
+                        send._work = None
+            except RuntimeError as error:
+                done.error = error
+            done.event.set()
+            del item, sends, done
 
 
 class Group:
@@ -119,9 +202,9 @@ class Group:
         """Start to send a contiguous CPU tensor; do not write to it before ``wait()`` has returned."""
         self._generation.check()
         if tensor.numel() == 0:
-            return Pending(self._generation, None, tensor)
+            return Pending(self._generation, None, tensor, False)
         try:
-            return Pending(self._generation, self._backend.send([tensor], peer, tag), tensor)
+            return Pending(self._generation, self._backend.send([tensor], peer, tag), tensor, True)
         except RuntimeError as error:
             raise self._generation.broken(error) from error
 
@@ -129,9 +212,9 @@ class Group:
         """Start to receive into a contiguous CPU tensor; ``wait()`` returns it filled."""
         self._generation.check()
         if tensor.numel() == 0:
-            return Pending(self._generation, None, tensor)
+            return Pending(self._generation, None, tensor, False)
         try:
-            return Pending(self._generation, self._backend.recv([tensor], peer, tag), tensor)
+            return Pending(self._generation, self._backend.recv([tensor], peer, tag), tensor, False)
         except RuntimeError as error:
             raise self._generation.broken(error) from error
 
@@ -142,6 +225,15 @@ class Group:
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Fill a contiguous CPU tensor with what the peer sends under ``tag``."""
         self.irecv(tensor, peer, tag).wait()
+
+    def wait_for_sends(self, sends: Sequence[Pending]) -> None:
+        """Return when all have left.
+
+        Raises:
+            GenerationBrokenError: If the communication failed or was aborted.
+        """
+        if sends:
+            self._generation.wait_for_sends(list(sends))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Gather everybody's payload, by rank.
@@ -168,9 +260,10 @@ class Group:
         mine.numpy()[: len(payload)] = memoryview(payload)
         everybodys = torch.empty(self.size, width, dtype=torch.uint8)
         try:
-            self._backend.allgather([list(everybodys.unbind())], [mine]).wait()
+            work = self._backend.allgather([list(everybodys.unbind())], [mine])
         except RuntimeError as error:
             raise self._generation.broken(error) from error
+        self._generation.wait_for_collective(work)
         return [row.numpy().tobytes() for row in everybodys.unbind()]
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
@@ -188,13 +281,17 @@ class Group:
         try:
             for bucket in _buckets(tensors):
                 if len(running) == _BUCKETS_IN_FLIGHT:
-                    _scatter_back(*running.pop(0))
+                    self._finish(*running.pop(0))
                 flat = _flatten(bucket)
                 running.append((bucket, flat, self._backend.allreduce([flat])))
             for item in running:
-                _scatter_back(*item)
+                self._finish(*item)
         except RuntimeError as error:
             raise self._generation.broken(error) from error
+
+    def _finish(self, bucket: list[Tensor], flat: Tensor, work: Any) -> None:
+        self._generation.wait_for_collective(work)
+        _scatter_back(bucket, flat)
 
     def _drop(self) -> None:
         self._backend = None
@@ -228,8 +325,7 @@ def _flatten(bucket: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu()
 
 
-def _scatter_back(bucket: list[Tensor], flat: Tensor, work: Any) -> None:
-    work.wait()
+def _scatter_back(bucket: list[Tensor], flat: Tensor) -> None:
     if flat.data_ptr() == bucket[0].data_ptr():
         return
     offset = 0
@@ -314,6 +410,7 @@ class Groups:
     def close(self) -> None:
         """Drop the groups; no operation may be running. Peers that still wait for us get an error."""
         self._state.is_aborted = True
+        self._state.end()
         held = [group for group in (self.world, self.pipeline, self.replicas) if group is not None]
         backends = [group._backend for group in held if group._backend is not None]
         backends += [pending.drop() for pending in list(self._state.pending) if pending._work is not None]

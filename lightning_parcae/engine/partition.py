@@ -35,7 +35,13 @@ class PipelinedSequential(nn.Sequential):
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's name
         """Run the pipeline on a batch."""
-        return super().forward(input) if self._route is None else self._route(input)
+        return self.run_here(input) if self._route is None else self._route(input)
+
+    def run_here(self, value: Any) -> Any:
+        """Run the layers one after the other, as a plain ``nn.Sequential`` does."""
+        for layer in self:
+            value = layer(value)
+        return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedSequential:
         twin = PipelinedSequential(nn.Sequential())

@@ -139,8 +139,8 @@ def make_with_listener(make: Callable[[], _Made], attempts: int = 50) -> tuple[_
     return make(), None
 
 
-def shut_down(items: list[OpenSocket]) -> int:
-    """Shut the sockets down in both directions, those that are still the same; return how many."""
+def shut_down(items: list[OpenSocket], how: int = socket.SHUT_RDWR) -> int:
+    """Shut the sockets down, those that are still the same; return how many."""
     count = 0
     for item in items:
         try:
@@ -150,7 +150,7 @@ def shut_down(items: list[OpenSocket]) -> int:
         with copy, contextlib.suppress(OSError):
             # The number may have been given to another file meanwhile.
             if os.readlink(f"{_FD_DIR}/{copy.fileno()}") == item.inode:
-                copy.shutdown(socket.SHUT_RDWR)
+                copy.shutdown(how)
                 count += 1
     return count
 

@@ -208,7 +208,7 @@ def _with_extra_state(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _placeholder(tensor: Tensor) -> Tensor:
     fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((1,), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:

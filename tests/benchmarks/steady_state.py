@@ -183,6 +183,8 @@ def main() -> None:
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="parcae-steady-"))
     out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        parser.error(f"--out {out} is not empty; give a new directory")
     # one step more than is measured: a turn ends when the next step begins
     shape = {name: getattr(options, name) for name in ("layers", "width", "tokens", "batch", "micro_batches")}
     shape["steps"] = (options.turns + 1) * options.steps_per_turn + 1

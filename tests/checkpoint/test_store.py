@@ -22,6 +22,7 @@ import pytest
 import requests
 import torch
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 from lightning_parcae.checkpoint.manifest import StoredFile, identifier_of, layer_name
 from lightning_parcae.checkpoint.store import FallbackStore, redact
@@ -59,6 +60,9 @@ def s3() -> Iterator[dict[str, Any]]:
     }
     FallbackStore("s3://runs/warm", storage_options=options).check_writable()
     yield options
+    for fs in S3FileSystem._cache.values():
+        S3FileSystem.close_session(fs.loop, fs.s3)  # Or its connections are found unclosed when pytest ends.
+    S3FileSystem.clear_instance_cache()
     server.stop()
 
 

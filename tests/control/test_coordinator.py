@@ -866,10 +866,10 @@ def test_a_member_that_does_not_stop_is_declared_dead() -> None:
     job = started("a", "b", "c", "d")
     job.kill("b")
     job.acknowledge("a", "c", at_boundary=False)
-    job.pass_time(9.5)
+    job.pass_time(59.5)  # its heartbeats come: it may be busy in a long step
     assert job.phase == "preparing"
     job.pass_time(1)
-    assert "did not stop within 10 s" in job.told("d", Fenced)[0].reason
+    assert "did not stop within 60 s" in job.told("d", Fenced)[0].reason
     assert job.prepare_of("a").members == ["a", "c"]
 
 

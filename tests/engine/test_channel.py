@@ -206,7 +206,11 @@ def test_an_abort_ends_a_step_wherever_it_is(pipes: Pipes, phase: str) -> None:
 
 
 def test_trees_travel_over_a_group(pipes: Pipes) -> None:
-    tree = {"x": torch.arange(6).view(2, 3), "names": ["a", None, 1.5], "pair": (torch.ones(2, dtype=torch.bfloat16), True)}
+    tree = {
+        "x": torch.arange(6).view(2, 3),
+        "names": ["a", None, 1.5],
+        "pair": (torch.ones(2, dtype=torch.bfloat16), True),
+    }
     worlds = [groups.world for groups in pipes.groups]
     _, got = in_threads(lambda: send_tree(worlds[0], tree, 2, 5), lambda: recv_tree(worlds[2], 0, 5))
     assert torch.equal(got["x"], tree["x"]) and got["names"] == tree["names"]  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ SIZES = (4, 4, 4, 3)
 
 @pytest.fixture(autouse=True)
 def _stages_in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Stages are threads here and share the generator of the process. torchgpipe sets it on recomputation, in the middle of
-    # what another "instance" draws; our own seeding makes that unnecessary.
+    # Stages are threads here and share the generator of the process. torchgpipe sets it on recomputation, in the middle
+    # of what another "instance" draws; our own seeding makes that unnecessary.
     def drop(device: object, states: Any) -> contextlib.AbstractContextManager[None]:
         states.pop()
         return contextlib.nullcontext()
@@ -137,7 +137,8 @@ def convolutional(dtype: torch.dtype) -> nn.Sequential:
     ).to(dtype)
 
 
-def two_steps(num_stages: int, mode: str, dtype: torch.dtype, devices: Sequence[str], sizes: Sequence[int]) -> list[Any]:
+def two_steps(num_stages: int, mode: str, dtype: torch.dtype, devices: Sequence[str], sizes: Sequence[int]) ->
+list[Any]:
     stages = Stages(convolutional(dtype), num_stages, mode, devices)
     torch.manual_seed(1)
     inputs, targets = torch.randn(sum(sizes), 8, dtype=dtype), torch.randn(sum(sizes), 4, dtype=dtype)

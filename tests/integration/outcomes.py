@@ -19,9 +19,10 @@ def train_alone(out: Path, target: Callable[..., Any], timeout_s: float = 120.0,
     """Train in one process without any coordinator; return the result."""
     out.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "PARCAE_RUN_DIR": str(out)}
+    arguments = {"strategy": {}, "sleep_s": 0.0, **kwargs, "name": "solo", "out": str(out)}
     process = fork_server().Process(
         target=_run_instance,
-        args=(environment, str(out / "solo.log"), target, {"sleep_s": 0.0, **kwargs, "name": "solo", "out": str(out)}),
+        args=(environment, str(out / "solo.log"), target, arguments),
         daemon=True,
     )
     process.start()
