@@ -108,7 +108,7 @@ class Digits(L.LightningDataModule):
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--num-workers", type=int, default=0)
     options = parser.parse_args()
 

@@ -43,8 +43,8 @@ class ParcaeCallback(Callback):
             lightning_internals.say(
                 trainer,
                 f"parcae: generation {layout.generation} trains on {len(layout.order)} instances, "
-                f"{layout.config.num_pipelines} pipelines of {layout.config.num_stages} stages, "
-                f"after a pause of {pause_s:.2f} s ({reason})",
+                f"{layout.config.num_pipelines}x{layout.config.num_stages} (pipelines x stages), after a pause of "
+                f"{pause_s:.2f} s ({reason})",
             )
 
     def on_replay(self, num_samples: int) -> None:
@@ -74,7 +74,7 @@ class ParcaeCallback(Callback):
         self._is_new = False
         # the loggers of rank 0 alone write them: each member measures its pauses for itself
         for logger in trainer.loggers:
-            logger.log_metrics(self.metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+            logger.log_metrics(self.metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
             logger.save()
 
     @override

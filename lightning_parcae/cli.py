@@ -137,9 +137,10 @@ def _add_coordinator(command: argparse.ArgumentParser) -> None:
 def _add_connection(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of a job on this machine")
     command.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="else: its coordinator (default PARCAE_COORDINATOR), the secret being "
-        "in PARCAE_SECRET_FILE or PARCAE_SECRET",
-    )  # fmt: skip
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="else: its coordinator (default PARCAE_COORDINATOR); the secret is in PARCAE_SECRET_FILE or PARCAE_SECRET",
+    )
     command.add_argument("--job-id", metavar="JOB", help="with --coordinator: the job (default PARCAE_JOB_ID)")
 
 

@@ -120,8 +120,8 @@ class Console:
     def finish(self) -> None:
         """End an unfinished line."""
         if self._is_tty:
-            if self._line:
-                self._write("\n")
+            # a bar whose process was killed has hidden the cursor
+            self._write("\n\x1b[?25h" if self._line else "\x1b[?25h")
         elif self._line:
             self._write_line(self._line)
         self._line = ""

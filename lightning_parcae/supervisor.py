@@ -323,6 +323,8 @@ class Supervisor:
             "PARCAE_LOCAL_INDEX": str(local_index),
             "PARCAE_RUN_DIR": str(self.run_dir),
             "PARCAE_EXPECTED": str(self.num_instances),
+            "PARCAE_SUPERVISED": "1",  # each reconfiguration is shown here: instances need not do it
+            "PARCAE_FAILURE_TIMEOUT": str(self._failure_timeout_s),
         }
         process = ChildProcess(self.command, environ=environ, log_path=self.run_dir / f"instance-{name}.log")
         self.instances[name] = InstanceRecord(name, process, local_index, node)
@@ -356,7 +358,12 @@ class Supervisor:
         if self._over_at is None and (self.view.is_finished or self.view.stop is not None):
             self._over_at = time.monotonic()
             for record in self.instances.values():
-                record.lived_at_finish = not record.is_gone and record.process.poll() is None
+                is_alive = record.process.poll() is None
+                record.lived_at_finish = is_alive and record.name in self.view.joined
+                if is_alive and record.name not in self.view.joined:
+                    # it would not find the coordinator any more
+                    self._console.event(f"{record.name} is ended: the job is over, and it had not joined yet")
+                    self._signal(record, signal.SIGKILL)
             if self.view.stop is not None and self.view.stop.traceback:
                 self._follow_log()
                 self._show_traceback(self.view.stop.traceback)

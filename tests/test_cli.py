@@ -39,7 +39,7 @@ def _parcae(*words: str, timeout_s: float = 30.0, **environ: str) -> subprocess.
         (["run", "missing.py"], "there is no script missing.py"),
         (["run", "-n", "0", "x.py"], "wanted a whole number of at least 1, got '0'"),
         (["run", "--faults", "missing.yaml", __file__], "No such file"),
-        (["run", "--trace", __file__, __file__], "line 1"),
+        (["run", "--trace", __file__, __file__], "is no time"),
         (["report", "."], "holds no timeline.jsonl"),
         (["status", "--run-dir", "."], "no job runs in ."),
         (["status"], "which job?"),
@@ -69,7 +69,7 @@ def test_help_and_version() -> None:
     done = _parcae("--help")
     assert done.returncode == 0
     for command in ("run", "coordinator", "status", "preempt", "stop", "report", "demo", "doctor"):
-        assert f"\n    {command} " in done.stdout
+        assert f"\n    {command}" in done.stdout
     assert "exit codes: 0 finished" in done.stdout
     assert _parcae("--version").stdout.startswith("lightning-parcae ")
 

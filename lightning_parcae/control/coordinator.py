@@ -557,7 +557,9 @@ class Coordinator:
             self._finish()  # they hold the final state and have gone on; the others can have it from them
             return
         since = attempt.prepared_at if attempt.urgent or not self._active else attempt.all_active_stopped_at
-        for name in late if since is not None else ():
+        if since is None:
+            return
+        for name in late:
             # A member sends heartbeats while its main thread is busy in a long step or in the user's code; that must
             # end, but its state is worth a wait. One that only waits for a place answers at once.
             timeout_s = max(self.failure_timeout_s, MIN_ACK_TIMEOUT_S)

@@ -414,6 +414,14 @@ class StagePipeline:
         self._segments = [cast(_Segment, partition[0]) for partition in gpipe.partitions]
         self._draws = any([segment.prepare() for segment in self._segments])
         self._batch_norms = [m for m in gpipe.modules() if isinstance(m, DeferredBatchNorm)]
+        # torchgpipe puts new modules in the place of BatchNorms: those that are layers themselves are not in the user's
+        # model, so train() and eval() do not reach them; those inside layers start out in training mode.
+        used = [layer for segment in self._segments for layer in segment.layers]
+        self._replaced = [(old, new) for old, new in zip(layers, used, strict=True) if new is not old]
+        for parent in (module for layer in layers for module in layer.modules()):
+            for child in parent.children():
+                if isinstance(child, DeferredBatchNorm):
+                    child.training = parent.training
         for norm in self._batch_norms:
             # torchgpipe's sums are zero between batches: no part of the model's state.
             norm._non_persistent_buffers_set.update(("sum", "sum_squares"))
@@ -536,6 +544,8 @@ class StagePipeline:
         return self._copy_streams
 
     def _reset_batch_norms(self, count: int) -> None:
+        for old, new in self._replaced:
+            new.train(old.training)
         for norm in self._batch_norms:
             norm.chunks = count
             norm.counter = norm.tracked = 0

@@ -17,7 +17,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
@@ -120,9 +120,10 @@ def _trainer(shape: dict[str, int], gate: Gate, out: str, **options: Any) -> L.T
     )
 
 
-def _loader(shape: dict[str, int], batch_size: int) -> DataLoader[Any]:
+def _loader(shape: dict[str, int], rank: int = 0, world: int = 1) -> DataLoader[Any]:
     dataset = Sequences(shape["batch"] * (shape["steps"] + 1), shape["tokens"], shape["width"])
-    return DataLoader(dataset, batch_size=batch_size)
+    sampler = DistributedSampler(dataset, world, rank, shuffle=False) if world > 1 else None
+    return DataLoader(dataset, batch_size=shape["batch"] // world, sampler=sampler)
 
 
 def _finish(out: str, name: str, rank: int, gate: Gate, state: dict[str, Tensor] | None) -> None:
@@ -140,7 +141,7 @@ def run_parcae(name: str, out: str, gate: tuple[Any, Any, int], shape: dict[str,
     module = Encoder(nn.Sequential(*make_layers(shape["layers"], shape["width"])))
     trainer = _trainer(shape, turn, out, strategy=ParcaeStrategy(**strategy), devices=1)
     profile = os.environ.get("PARCAE_BENCHMARK_PROFILE")
-    loader = _loader(shape, shape["batch"])
+    loader = _loader(shape)
     if profile is None:
         trainer.fit(module, loader)
     else:
@@ -158,8 +159,9 @@ def run_ddp(rank: int, world: int, port: int, out: str, gate: tuple[Any, Any, in
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     turn = Gate(*gate)
     module = Encoder(nn.Sequential(*make_layers(shape["layers"], shape["width"])))
-    trainer = _trainer(shape, turn, out, strategy="ddp", devices=world)
-    trainer.fit(module, _loader(shape, shape["batch"] // world))
+    # Lightning's own sampler would shuffle: with this one both contestants see the same global batches
+    trainer = _trainer(shape, turn, out, strategy="ddp", devices=world, use_distributed_sampler=False)
+    trainer.fit(module, _loader(shape, rank, world))
     _finish(out, "ddp", rank, turn, module.net.state_dict())
 
 
@@ -179,7 +181,7 @@ def run_gpipe(out: str, gate: tuple[Any, Any, int], shape: dict[str, int]) -> No
         checkpoint="never",
     )
     module = Encoder(net)
-    _trainer(shape, turn, out, devices=1).fit(module, _loader(shape, shape["batch"]))
+    _trainer(shape, turn, out, devices=1).fit(module, _loader(shape))
     _finish(out, "gpipe", 0, turn, {str(i): v for i, v in enumerate(net.state_dict().values())})
 
 
@@ -198,7 +200,7 @@ def run_pipelining(rank: int, port: int, out: str, gate: tuple[Any, Any, int], s
     stage = PipelineStage(stage_module, rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=shape["micro_batches"], loss_fn=squared_error)
     optimizer = make_optimizer(stage_module.parameters())
-    loader = _loader(shape, shape["batch"])
+    loader = _loader(shape)
     for step, (inputs, targets) in enumerate(loader):
         if step == shape["steps"]:
             break

@@ -201,8 +201,7 @@ class Members:
     def alive(self) -> list[Member]:
         return [member for member in self.all.values() if member.process.is_alive()]
 
-    def together(self, members: list[Member], command: str, arguments: Callable[[Member], tuple[Any, ...]]) ->
-    list[Any]:
+    def together(self, members: list[Member], command: str, arguments: Callable[[Member], Any]) -> list[Any]:
         for member in members:
             member.post(command, *arguments(member))
         answers = [member.answer() for member in members]

@@ -137,8 +137,9 @@ def convolutional(dtype: torch.dtype) -> nn.Sequential:
     ).to(dtype)
 
 
-def two_steps(num_stages: int, mode: str, dtype: torch.dtype, devices: Sequence[str], sizes: Sequence[int]) ->
-list[Any]:
+def two_steps(
+    num_stages: int, mode: str, dtype: torch.dtype, devices: Sequence[str], sizes: Sequence[int]
+) -> list[Any]:
     stages = Stages(convolutional(dtype), num_stages, mode, devices)
     torch.manual_seed(1)
     inputs, targets = torch.randn(sum(sizes), 8, dtype=dtype), torch.randn(sum(sizes), 4, dtype=dtype)
@@ -464,6 +465,13 @@ def test_deferred_batch_norm_counts_each_batch_once() -> None:
         assert set(model.state_dict()) == keys
         assert int(model[0].num_batches_tracked) == 1
         running.append(model[0].running_mean.clone())
+        model.eval()
+        mean = model[0].running_mean.clone()
+        again = Stages(model, 1, mode, deferred_batch_norm=True)  # as after a reconfiguration
+        for some in (stages, again):
+            with torch.no_grad():
+                output = some.step(inputs, None)
+                assert torch.equal(mean, model[0].running_mean) and torch.allclose(output, model(inputs), atol=1e-6)
     expected = 0.1 * inputs.mean((0, 2))
     assert all(torch.allclose(mean, expected, atol=1e-6) for mean in running)
 
@@ -489,10 +497,11 @@ def test_refusals_say_what_is_wanted() -> None:
 
     with pytest.raises(TypeError, match=r"layer 3 .* returned dict"):
         StagePipeline([Words()], range(3, 4)).forward(torch.zeros(1), [1], [0], (0,))
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    stage = StagePipeline([Loss()], range(1))
     with pytest.raises(TypeError, match="samples in front"):
-
-        class Loss(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return x.sum()
-
-        StagePipeline([Loss()], range(1)).forward(torch.zeros(1), [1], [0], (0,))
+        stage.forward(torch.zeros(1), [1], [0], (0,))

@@ -84,7 +84,7 @@ def test_large_values_and_a_store_that_goes() -> None:
     client.set("k", value)
     assert client.get("k") == value
     store.close()
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionError):
         client.get("k")
     client.close()
 

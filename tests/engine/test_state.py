@@ -90,8 +90,8 @@ def test_a_layer_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
     assert target.tied.weight is target.linear.weight
     assert target.calls == source.calls == 3
     for a, b in zip(source.parameters(), target.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.equal(a.grad, b.grad))  # type:
-        ignore[arg - type]
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad)
     assert_same_module(source, target)
     for _ in range(2):
         step(source, source_optimizers)
@@ -196,7 +196,7 @@ def test_a_redone_step_starts_from_the_buffers_it_started_from() -> None:
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
         assert [id(b) for b in model.buffers()] == identities
     kept = [snapshot_buffers(list(model)) for _ in range(2)]
-    values = [[saved.value for saved in snapshot if saved.name == "large"][0] for snapshot in kept]
+    values = [next(saved.value for saved in snapshot if saved.name == "large") for snapshot in kept]
     assert values[0] is values[1]  # a large buffer that nobody changes is copied once
 
 

@@ -504,25 +504,30 @@ def test_a_killed_server_is_noticed_at_once() -> None:
         os.close(writer)
 
 
+def open_sockets() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in found if link.startswith("socket:")}
+
+
 def test_a_forked_child_keeps_no_socket() -> None:
-    with serving() as server:
+    others = open_sockets()
+    with serving() as server, contextlib.ExitStack() as stack:
         client = new_client()
         sockets = _opened(client)
-        sock = client._connect(server.address, 5.0, sockets)
+        stack.callback(sockets.remove, client._connect(server.address, 5.0, sockets))
+        assert len(open_sockets() - others) == 3  # The listener and both ends.
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            links = []
-            for name in os.listdir("/proc/self/fd"):
-                with contextlib.suppress(OSError):
-                    links.append(os.readlink(f"/proc/self/fd/{name}"))
-            os.write(writer, b"%d" % sum(link.startswith("socket:") for link in links))
+            os.write(writer, b"%d" % len(open_sockets() - others))
             os._exit(0)
         os.waitpid(pid, 0)
-        assert os.read(reader, 10) == b"0"
-        os.close(reader)
         os.close(writer)
-        sockets.remove(sock)
+        with os.fdopen(reader) as file:
+            assert file.read() == "0"
 
 
 def test_arguments_are_checked() -> None:
