@@ -18,7 +18,7 @@ _BAD_LIGHTNING = ("2.6.2", "2.6.3")
 _OLDEST_TORCH = (2, 5)
 _GLOO = """\
 import datetime, torch, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=datetime.timedelta(seconds=10))
+store = dist.HashStore()
 group = dist.ProcessGroupGloo(store, 0, 1, datetime.timedelta(seconds=10))
 group.allreduce([torch.ones(1)]).wait()
 """
