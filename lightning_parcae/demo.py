@@ -131,8 +131,8 @@ def _script(steps: int) -> FaultScript:
         .add(2, at_step=2)
         .kill("any", at_step=steps // 12, min_pipelines=2)
         .stop("any", at_step=steps // 3, min_pipelines=2)
+        .cont("stopped", at_step=steps // 3, min_pipelines=2)
         .notice("rank0", grace_s=30.0, at_step=steps // 2, min_pipelines=2)
-        .cont("stopped", at_step=steps // 2 + 10)
     )
 
 
@@ -277,7 +277,11 @@ def _check_processes(result: DemoResult, supervisor: Supervisor) -> None:
     unused = sorted(set(supervisor.instances) - placed)
     if unused:
         result.broken.append(f"never took part: {' '.join(unused)}")
-    result.survivors = tuple(name for name, record in supervisor.instances.items() if record.lived_at_finish)
+    result.survivors = tuple(
+        name
+        for name, record in supervisor.instances.items()
+        if record.lived_at_finish and name not in supervisor.view.dead
+    )
     for path in sorted((supervisor.run_dir / "losses").glob("*.jsonl")):
         pids = {json.loads(line)["pid"] for line in path.read_text(encoding="ascii").splitlines()}
         if pids != {supervisor.instances[path.stem].pid}:
@@ -320,7 +324,7 @@ def _show(results: Sequence[DemoResult], seconds: float, folder: Path | None) ->
     out = RichConsole()
     for result in results:
         out.print(_generations_table(result))
-    table = Table(title="the promises")
+    table = Table(title="the promises; differences to one undisturbed process, the largest of all")
     table.add_column("")
     for result in results:
         table.add_column(result.model, justify="right")
@@ -332,9 +336,9 @@ def _show(results: Sequence[DemoResult], seconds: float, folder: Path | None) ->
         ("samples duplicated", lambda r: str(r.num_duplicated)),
         ("samples lost", lambda r: str(r.num_lost)),
         ("samples read again", lambda r: str(r.num_reread)),
-        ("largest relative difference of a loss", lambda r: f"{r.loss_difference:.1e}"),
-        ("largest difference of a weight", lambda r: f"{r.weight_difference:.1e}"),
-        ("survivors, pids unchanged", lambda r: " ".join(r.survivors)),
+        ("difference of a loss, relative", lambda r: f"{r.loss_difference:.1e}"),
+        ("difference of a weight", lambda r: f"{r.weight_difference:.1e}"),
+        ("survivors (same pids)", lambda r: " ".join(r.survivors)),
         ("promises broken", lambda r: str(len(r.broken))),
     ]
     for name, value in rows:

@@ -23,6 +23,7 @@ _ACTIONS = get_args(Action)
 _OPTIONS = ("at_step", "at_s", "min_pipelines", "grace_s", "via")
 _KEYS = {*_ACTIONS, *_OPTIONS}
 _NODE = "node:"
+ROLES = ("any", "rank0", "spare", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class FaultEvent:
         action: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``cont`` (SIGCONT), ``notice`` (warned, killed when the grace is
             over) or ``add`` (new instances).
         target: An instance (``i2``), ``any`` (any member of the running generation), ``rank0``, ``spare``,
-            ``stopped`` (one that was stopped before), or ``node:NAME`` (the instance that an ``add`` for this node of a
+            ``stopped`` (one that was stopped before), all of which wait until there is one, or ``node:NAME`` (the instance that an ``add`` for this node of a
             trace has started). Unused by ``add``.
         at_step: Happens as soon as the job has reported this optimizer step.
         at_s: Happens so many seconds after the first generation has formed.
@@ -251,6 +252,10 @@ class FaultRun:
             due.append(event)
         self._pending = [event for event in self._pending if not any(event is taken for taken in due)]
         return due
+
+    def put_back(self, event: FaultEvent) -> None:
+        """Let an event wait that nobody is there for, if somebody may come."""
+        self._pending.insert(0, event)
 
     def victim(
         self,

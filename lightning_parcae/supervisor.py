@@ -27,7 +27,7 @@ from typing import Any
 from lightning_parcae.console import Console, LogFollower
 from lightning_parcae.control.service import AdminClient
 from lightning_parcae.errors import MembershipError, ParcaeError
-from lightning_parcae.faults import FaultEvent, FaultRun, FaultScript
+from lightning_parcae.faults import ROLES, FaultEvent, FaultRun, FaultScript
 from lightning_parcae.job_files import JOB_FILE, write_job_file, write_secret
 from lightning_parcae.processes import ChildProcess, describe_exit
 from lightning_parcae.timeline import JobView
@@ -40,6 +40,7 @@ _STEP_POLL_S = 0.05
 _START_TIMEOUT_S = 30.0
 _MAX_CRASHES = 3
 _LONGEST_STEP_S = 30.0
+_SETTLING_S = 1.0
 _RECORDS = ("timeline.jsonl", "processes.jsonl", "coordinator.log", "commits")
 
 
@@ -192,6 +193,9 @@ class Supervisor:
     def _undisturbed_pipelines(self) -> int:
         """Return how many pipelines run, 0 while a member is lost or a change is under way."""
         members = [self.instances[name] for name in self.view.order if name in self.instances]
+        formed = self.view.reconfigurations
+        if not formed or time.time() - formed[-1].time < _SETTLING_S:
+            return 0
         is_disturbed = any(
             record.is_gone or record.kill_at is not None or record.process.is_stopped for record in members
         )
@@ -471,6 +475,9 @@ class Supervisor:
             nodes=self._nodes,
         )
         record = self.instances.get(name or "")
+        if record is None and event.target in ROLES:
+            self._faults.put_back(event)
+            return
         if record is None or record.process.poll() is not None:
             self._console.event(f"script at {when}: {event.action} {event.target} left out, it is not there", "warn")
             return

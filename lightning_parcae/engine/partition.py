@@ -176,6 +176,11 @@ def stage_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, ...]
     boundaries = [0]
     for block in blockpartition.solve(scaled, partitions=num_stages):
         boundaries.append(boundaries[-1] + len(block))
+    # where costs differ much, torchgpipe may leave blocks empty; every stage needs a layer
+    for stage in range(1, num_stages):
+        boundaries[stage] = max(boundaries[stage], boundaries[stage - 1] + 1)
+    for stage in range(num_stages - 1, 0, -1):
+        boundaries[stage] = min(boundaries[stage], boundaries[stage + 1] - 1)
     return tuple(boundaries)
 
 

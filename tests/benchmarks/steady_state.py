@@ -120,8 +120,6 @@ def ours(stack: ExitStack, out: Path, options: argparse.Namespace, shape: dict[s
     strategy = {**layout, "micro_batch_size": shape["batch"] // shape["micro_batches"], "recompute": "never"}
     kwargs = {"out": str(out), "gate": contestant.gate, "shape": shape, "strategy": strategy}
     environment = {"PARCAE_COMMIT_RECORDS": "0"}
-    if options.profile:
-        environment["PARCAE_BENCHMARK_PROFILE"] = str(out / "profile")
     job = Job(out / "job", workloads.run_parcae, kwargs, 2, environment, failure_timeout_s=20.0)
     stack.callback(job.stop)
     job.start()
@@ -178,7 +176,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--batch", type=int, default=16, help="samples of the global batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches of the pipeline comparison")
-    parser.add_argument("--profile", action="store_true", help="write cProfile files of ours; spoils the ratio")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="parcae-steady-"))

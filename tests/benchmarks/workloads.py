@@ -140,16 +140,7 @@ def run_parcae(name: str, out: str, gate: tuple[Any, Any, int], shape: dict[str,
     turn = Gate(*gate)
     module = Encoder(nn.Sequential(*make_layers(shape["layers"], shape["width"])))
     trainer = _trainer(shape, turn, out, strategy=ParcaeStrategy(**strategy), devices=1)
-    profile = os.environ.get("PARCAE_BENCHMARK_PROFILE")
-    loader = _loader(shape)
-    if profile is None:
-        trainer.fit(module, loader)
-    else:
-        import cProfile
-
-        profiler = cProfile.Profile()
-        profiler.runcall(trainer.fit, module, loader)
-        profiler.dump_stats(f"{profile}-{name}.prof")
+    trainer.fit(module, _loader(shape))
     _finish(out, "parcae", int(name[1:]), turn, module.net.state_dict())
 
 

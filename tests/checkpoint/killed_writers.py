@@ -23,7 +23,9 @@ NUM_LAYERS = 3
 
 
 def write_forever(store: FallbackStore, first_step: int, report: int) -> None:
-    """Commit one checkpoint after the other; report each step when it is committed."""
+    """Commit one checkpoint after the other; report that it begins, and each step when it is committed."""
+    store.newest_complete()
+    os.write(report, b"begin\n")
     step = first_step
     while True:
         name = identifier_of(step, 1)
@@ -66,26 +68,43 @@ def in_child(body: Any) -> tuple[int, int]:
     return pid, reader
 
 
+def read_lines(reader: int, count: int) -> bytes:
+    data = b""
+    while data.count(b"\n") < count:
+        piece = os.read(reader, 1)
+        if not piece:
+            raise EOFError("the child ended by itself")
+        data += piece
+    return data
+
+
 def read_all(reader: int) -> bytes:
     with os.fdopen(reader, "rb") as file:
         return file.read()
 
 
 def main() -> None:
-    url, options, attempts, longest_s = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    url, options, attempts = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     fsspec.get_filesystem_class(url.partition(":")[0])  # Imports it once, not in each child.
     generator = random.Random(3)
     committed, tried, results = -1, 0, []
-    for _ in range(attempts):
+    period_s = 0.0
+    for attempt in range(attempts):
         first_step = tried
         pid, reader = in_child(
             lambda report, first=first_step: write_forever(FallbackStore(url, storage_options=options), first, report)
         )
-        time.sleep(generator.uniform(0, longest_s))
+        begun = read_lines(reader, 1)
+        start = time.monotonic()
+        if attempt == 0:
+            # How long one takes depends on the machine and on who else uses it.
+            begun += read_lines(reader, 3)
+            period_s = (time.monotonic() - start) / 3
+        time.sleep(generator.uniform(0, 2 * period_s))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        reports = read_all(reader).split()
+        reports = (begun + read_all(reader)).split()[1:]
         committed = int(reports[-1]) if reports else committed
         tried = first_step + len(reports) + 1
         pid, reader = in_child(lambda report: check(FallbackStore(url, storage_options=options), report))

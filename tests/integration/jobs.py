@@ -57,8 +57,11 @@ def _run_instance(
     os.close(log)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    import faulthandler
+
     from lightning_parcae import testing
 
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     testing._faults = testing._read()  # read again: the server process was started without
     if testing._faults is None:
         testing._faults = _ArmedFaults(Path(log_path).with_suffix(".faults"))
@@ -223,8 +226,13 @@ class Job:
         return {name: process.exitcode for name, process in self.processes.items()}
 
     def report(self) -> str:
-        """Return the ends of all logs."""
+        """Return the ends of all logs, and where the threads of what still runs are."""
         parts = []
+        for process in self.processes.values():
+            with contextlib.suppress(ValueError, OSError):  # closed already, or gone
+                if process.exitcode is None:
+                    os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
         for path in sorted(self.run_dir.glob("*.log")):
             parts.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-25:]))
         events = [json.dumps(record) for record in self.timeline() if record["event"] != "progress"][-25:]

@@ -56,13 +56,15 @@ def assert_same(job: Job, reference: dict[str, Any], tolerance: float, *, relati
     wanted = {tuple(step[:3]): step[3:] for step in reference["steps"]}
     found = results(job)
     assert found, f"no instance came to its end\n{job.report()}"
-    seen: set[tuple[int, ...]] = set()
+    seen = set(diaries(job))
     largest = {"loss": 0.0, "rate": 0.0, "parameter": 0.0, "metric": 0.0}
+    for entries in diaries(job).values():  # of those that were killed as well
+        for step in entries:
+            _enlarge(largest, "loss", abs(step[3] - wanted[tuple(step[:3])][0]) - relative * abs(step[3]))
     for name, result in found.items():
         for step in result["steps"]:
             key = tuple(step[:3])
             assert key in wanted, f"{name} made step {key}, which the reference does not have"
-            seen.add(key)
             _enlarge(largest, "loss", abs(step[3] - wanted[key][0]) - relative * abs(wanted[key][0]))
             _enlarge(largest, "rate", abs(step[4] - wanted[key][1]))
         assert result["state_dict"].keys() == reference["state_dict"].keys()
@@ -79,6 +81,16 @@ def assert_same(job: Job, reference: dict[str, Any], tolerance: float, *, relati
     assert not set(wanted) - seen, f"steps nobody has seen: {sorted(set(wanted) - seen)[:5]}"
     assert max(largest.values()) <= tolerance, f"{largest}\n{job.report()}"
     return largest
+
+
+def diaries(job: Job) -> dict[tuple[int, ...], list[list[float]]]:
+    """Return what every instance, killed ones included, has noted of each step: loss, rate and time behind the key."""
+    noted: dict[tuple[int, ...], list[list[float]]] = {}
+    for path in job.run_dir.glob("steps-*.jsonl"):
+        for line in path.read_text().split("\n")[:-1]:
+            entry = json.loads(line)
+            noted.setdefault(tuple(entry[:3]), []).append(entry)
+    return noted
 
 
 def _enlarge(largest: dict[str, float], key: str, value: float) -> None:

@@ -43,6 +43,7 @@ class Regressor(L.LightningModule):
     def __init__(self, dtype: torch.dtype, sleep_s: float = 0.0, hurry: str | None = None) -> None:
         super().__init__()
         self.hurry = hurry
+        self.diary: str | None = None
         self.objects: set[tuple[int, int]] = set()
         self.net = nn.Sequential(
             nn.Linear(8, 32),
@@ -76,6 +77,9 @@ class Regressor(L.LightningModule):
         rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
         self.objects.add((id(self), id(self.optimizers().optimizer)))  # type: ignore[union-attr]
         self.steps.append((self.current_epoch, batch_idx, self.global_step, float(outputs["loss"]), rate))
+        if self.diary is not None:
+            with open(self.diary, "a") as file:
+                file.write(json.dumps([*self.steps[-1], time.time()]) + "\n")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -127,6 +131,7 @@ def fit_regressor(
         **options,
     )
     module = Regressor(dtype, sleep_s, hurry=f"{out}/hurry")
+    module.diary = f"{out}/steps-{name}.jsonl"
     before = {id(p) for p in module.parameters()}
     train = DataLoader(
         Numbers(num_samples, dtype, reads), batch_size=batch_size, shuffle=True, num_workers=num_workers

@@ -20,7 +20,6 @@ NUM_SAMPLES = 101
 EPOCHS = 14
 # 26 batches an epoch; the last one has a single sample, so that one of two pipelines has nothing to do
 SCRIPT = {"num_samples": NUM_SAMPLES, "batch_size": 4, "trainer": {"max_epochs": EPOCHS}}
-ALREADY_HERE = ("set_up", "warm_up", "ready")
 
 fired: dict[str, set[str]] = {point: set() for point in POINTS}
 """Roles in which each point has struck, over all tests of this file."""
@@ -46,13 +45,11 @@ class Ordeal:
         self.spares = spares
         self.killed: set[str] = set()
         self.stopped: set[str] = set()
-        self.left: set[str] = set()
         self._num_added = 0
 
     @property
     def alive(self) -> list[str]:
-        gone = self.killed | self.stopped | self.left
-        return [name for name in self.job.processes if name not in gone]
+        return [name for name in self.job.processes if name not in self.killed | self.stopped]
 
     def layout(self) -> dict[str, Any]:
         layouts = [record["layout"] for record in self.job.timeline("committed") if record["layout"]]
@@ -94,12 +91,6 @@ class Ordeal:
         for _ in range(missing):
             self.add()
         settle(self.job, self.grid, 90.0)
-        count = self.grid[0] * self.grid[1] + self.spares + len(self.killed | self.stopped | self.left)
-        self.job.wait_until(lambda: len(self.job.timeline("ready")) >= count - self._never_ready(), 60, "all ready")
-
-    def _never_ready(self) -> int:
-        ready = {record["instance"] for record in self.job.timeline("ready")}
-        return len((self.killed | self.stopped | self.left) - ready)
 
     def strike(self, name: str, point: str, role: str, action: str = "kill") -> None:
         """Wait until an armed fault has struck, and until the coordinator has taken note."""
@@ -134,16 +125,37 @@ class Ordeal:
         self.kill(lost)
         self.job.wait_until(lambda: any(r["instance"] == lost for r in self.job.timeline("died")), 30, "death seen")
         settle(self.job, (self.grid[0] - 1, self.grid[1]))
-        if role == "joiner":
-            name = f"j{self._num_added + 1}"
-            self.job.arm(name, point, action)
-            self.add()
-        else:
-            name = self.layout()["order"][-1]
-            self.job.arm(name, point, action)
-            self.add()
+        name = f"j{self._num_added + 1}" if role == "joiner" else self.layout()["order"][-1]
+        self.job.arm(name, point, action)
+        self.add()
         self.strike(name, point, role, action)
-        self.job.wait_until(lambda: len(self.alive) > 0, 1, "survivors")
+        self.make_whole()
+
+    def newcomer(self, point: str) -> None:
+        """Kill an instance before it has a place; nobody waits for it."""
+        name = f"j{self._num_added + 1}"
+        generation = self.layout()["generation"]
+        self.job.arm(name, point)
+        self.add()
+        self.strike(name, point, "newcomer")
+        settle(self.job)
+        assert self.layout()["generation"] == generation
+
+    def leaving(self, point: str) -> None:
+        """Kill an instance while it hands over after a notice."""
+        name = self.who("last")
+        self.job.arm(name, point)
+        self.job.signal(name, signal.SIGTERM)
+        self.strike(name, point, "leaving")
+        self.make_whole()
+
+    def all_at_once(self) -> None:
+        """Kill all but one member of a job without pipelining at the same moment."""
+        victims = self.layout()["order"][:-1]
+        for name in victims:
+            self.kill(name)
+        for name in victims:
+            self.job.wait_until(lambda name=name: any(r["instance"] == name for r in self.job.timeline("died")), 30, "seen")
         self.make_whole()
 
     def end(self, reference: dict[str, Any], timeout_s: float = 120.0) -> dict[str, int]:
@@ -159,7 +171,7 @@ class Ordeal:
             assert "declared dead" in (self.job.run_dir / f"{name}.log").read_text()
         assert_same(self.job, reference, 1e-9)
         assert_exactly_once(self.job, NUM_SAMPLES, EPOCHS)
-        finishers = set(self.job.processes) - self.killed - self.stopped - self.left
+        finishers = set(self.job.processes) - self.killed - self.stopped
         assert set(results(self.job)) == finishers
         return codes
 
@@ -198,7 +210,53 @@ def test_points_of_a_step(start: Any, reference: dict[str, Any]) -> None:
 
 def test_points_of_a_reconfiguration(start: Any, reference: dict[str, Any]) -> None:
     ordeal = start((2, 2))
-    for point in ("acknowledge", "transfer", "formation", "settle"):
-        ordeal.during_repair(point, "rank 0" if point in ("acknowledge", "settle") else "last")
-        ordeal.during_join(point, "joiner" if point in ("transfer", "settle") else "donor")
+    ordeal.during_repair("acknowledge", "rank 0")
+    ordeal.during_repair("transfer", "first")
+    ordeal.during_repair("formation", "last")
+    ordeal.during_repair("settle", "rank 0")
+    ordeal.during_join("acknowledge", "joiner")
+    ordeal.during_join("transfer", "joiner", "stop")
+    ordeal.during_join("formation", "joiner")
+    ordeal.during_join("settle", "joiner")
     ordeal.end(reference)
+
+
+def test_donors_and_newcomers(start: Any, reference: dict[str, Any]) -> None:
+    ordeal = start((3, 1))
+    for point in ("acknowledge", "transfer", "formation", "settle"):
+        ordeal.during_join(point, "donor")
+    for point in ("set_up", "warm_up", "ready"):
+        ordeal.newcomer(point)
+    ordeal.leaving("acknowledge")
+    ordeal.all_at_once()
+    ordeal.end(reference)
+
+
+def test_middle_stage_and_epoch_end(start: Any, reference: dict[str, Any], tmp_path: Path) -> None:
+    ordeal = start((2, 3), fallback_dir=str(tmp_path / "fallback"), fallback_every_n_steps=20)
+    for point in ("forward", "backward", "reduction", "vote"):
+        ordeal.during_steps(point, "middle")
+    ordeal.during_steps("validation", "last")
+    ordeal.during_steps("gather", "rank 0")
+    ordeal.during_steps("save", "rank 0")
+    ordeal.during_steps("epoch_end", "first")
+    ordeal.during_steps("fallback", "last")
+    ordeal.end(reference)
+    assert not ordeal.job.timeline("rolled_back")
+
+
+@pytest.mark.parametrize("role", ["rank 0", "last"])
+def test_finish_with_a_spare_waiting(start: Any, reference: dict[str, Any], role: str) -> None:
+    ordeal = start((2, 2), spares=1, sleep_s=0.0)
+    name = ordeal.who(role)
+    ordeal.job.arm(name, "finish")
+    ordeal.strike(name, "finish", role)
+    ordeal.end(reference)
+
+
+def test_every_point_has_struck() -> None:
+    if sum(map(len, fired.values())) < 20:
+        pytest.skip("the other tests of this file were not run")
+    for point, roles in fired.items():
+        print(f"{point:12s} {', '.join(sorted(roles))}")
+    assert not [point for point, roles in fired.items() if not roles]
