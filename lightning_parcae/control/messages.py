@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union
 
-from lightning_parcae.control.transport import PROTOCOL_VERSION as PROTOCOL_VERSION
 from lightning_parcae.errors import MembershipError
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.parallel_config import ParallelConfig
 
+
+PROTOCOL_VERSION = 1
+"""Raised whenever a message changes; both sides must speak the same."""
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:

@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_parcae.control.messages import PROTOCOL_VERSION
 from lightning_parcae.errors import MembershipError
 
-PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_UNAUTHENTICATED_FRAME_BYTES = 64 * 1024
 HANDSHAKE_TIMEOUT_S = 5.0

@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchgpipe.balance import blockpartition
 from torchgpipe.balance.profile import profile_times
 from torchgpipe.gpipe import verify_module
 
@@ -163,7 +163,9 @@ def layer_costs(layers: nn.Sequential, sample: Tensor | None) -> list[float]:
 
 
 def stage_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cut layers into stages of about equal cost, with torchgpipe's block partition.
+    """Cut layers into stages: the costliest stage as cheap as possible, and the others as even as that allows.
+
+    torchgpipe's block partition is not used for it: where costs differ much, it leaves stages empty or repeats layers.
 
     Args:
         costs: Cost of each layer.
@@ -172,16 +174,25 @@ def stage_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, ...]
     Returns:
         Boundaries of length ``P + 1``.
     """
-    scaled = [max(1, round(cost / max(costs) * 10_000)) for cost in costs]
-    boundaries = [0]
-    for block in blockpartition.solve(scaled, partitions=num_stages):
-        boundaries.append(boundaries[-1] + len(block))
-    # where costs differ much, torchgpipe may leave blocks empty; every stage needs a layer
-    for stage in range(1, num_stages):
-        boundaries[stage] = max(boundaries[stage], boundaries[stage - 1] + 1)
-    for stage in range(num_stages - 1, 0, -1):
-        boundaries[stage] = min(boundaries[stage], boundaries[stage + 1] - 1)
-    return tuple(boundaries)
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
+    blocks = prefix[None, :] - prefix[:, None]  # of layers i .. j - 1
+    blocks[np.tril_indices(len(prefix))] = np.inf
+    highest, _ = _cheapest_cuts(blocks, num_stages, np.maximum)
+    _, boundaries = _cheapest_cuts(np.where(blocks <= highest * (1 + 1e-9), blocks**2, np.inf), num_stages, np.add)
+    return boundaries
+
+
+def _cheapest_cuts(blocks: Any, num_stages: int, combine: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """Cut into contiguous blocks of the least combined cost, by dynamic programming over the stages."""
+    best, choices = blocks[0], []
+    for _ in range(num_stages - 1):
+        costs = combine(best[:, None], blocks)
+        choices.append(costs.argmin(axis=0))
+        best = costs.min(axis=0)
+    boundaries = [len(best) - 1]
+    for choice in reversed(choices):
+        boundaries.append(int(choice[boundaries[-1]]))
+    return float(best[-1]), (0, *reversed(boundaries))
 
 
 def fingerprint(module: nn.Module, path: str, extra: Sequence[object]) -> str:

@@ -26,7 +26,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torchgpipe import GPipe, phony
-from torchgpipe.balance import blockpartition
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.microbatch import Batch, gather
@@ -35,6 +34,7 @@ from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.stream import AbstractStream, new_stream
 
 from lightning_parcae.engine.channel import Channel, Receive, Send, carries_gradient
+from lightning_parcae.engine.partition import stage_boundaries
 
 __all__ = ["Recompute", "StagePipeline"]
 
@@ -433,18 +433,17 @@ class StagePipeline:
     def _split(self, layers: list[nn.Module], devices: list[torch.device]) -> tuple[list[_Segment], list[torch.device]]:
         devices = devices[: len(layers)]
         costs = [1 + sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layers]
-        blocks = blockpartition.solve(costs, partitions=len(devices)) if len(devices) > 1 else [costs]
+        boundaries = stage_boundaries(costs, len(devices))
         segments = []
-        start = 0
-        for position, (block, device) in enumerate(zip(blocks, devices, strict=True)):
+        for position, device in enumerate(devices):
             receive = send = None
             if self._channel is not None and not self._is_first and position == 0:
                 receive = Receive(self._channel, device)
             if self._channel is not None and not self._is_last and position == len(devices) - 1:
                 send = Send(self._channel)
-            part = layers[start : start + len(block)]
-            segments.append(_Segment(position, part, self.layer_indices[start], device, _Ends(receive, send)))
-            start += len(block)
+            start, stop = boundaries[position], boundaries[position + 1]
+            ends = _Ends(receive, send)
+            segments.append(_Segment(position, layers[start:stop], self.layer_indices[start], device, ends))
         return segments, devices
 
     def forward(

@@ -18,6 +18,7 @@ What it can fail with:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -308,7 +309,9 @@ class Session:
     def _await_commit(self, *, at_boundary: bool) -> Commit:
         """Acknowledge announcements until one of them is committed."""
 
-        def news(agent: Agent) -> Prepare | Commit | None:
+        def news(agent: Agent) -> Prepare | Commit | JobFinished | None:
+            if agent.job_finished is not None:
+                return agent.job_finished
             prepare = agent.newest_prepare
             if prepare is not None and prepare.generation > max(self._acked, self._generation):
                 # away from a boundary, only an urgent one may be joined: a planned one waits for its boundary
@@ -320,6 +323,8 @@ class Session:
             item = self._agent.wait(news, timeout_s=None)
             if isinstance(item, Commit):
                 return item
+            if isinstance(item, JobFinished):
+                raise JobOver  # the others have completed the last vote: this member had entered it
             assert isinstance(item, Prepare)
             self._acknowledge(item, at_boundary=at_boundary)
 
@@ -638,7 +643,9 @@ class Session:
                 load_layer(self._host.layers[layer], self._host.optimizers, tree, copy=False)
             return {"finished": True}
 
-        self.run(attempt, lambda: None)
+        # JobOver: the others have completed this very vote, so everything was here when it was entered
+        with contextlib.suppress(JobOver):
+            self.run(attempt, lambda: None)
         self.hold_all()
         self._tear_down()
         self._serve(FINAL, pack_trainer=True)
