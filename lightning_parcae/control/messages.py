@@ -20,9 +20,9 @@ from lightning_parcae.errors import MembershipError
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.parallel_config import ParallelConfig
 
-
 PROTOCOL_VERSION = 1
 """Raised whenever a message changes; both sides must speak the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:
