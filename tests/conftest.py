@@ -51,7 +51,7 @@ _LISTEN = "0A"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in tests/integration, and run it last: the cheap tests speak first."""
     for item in items:
-        if "integration" in item.path.relative_to(Path(__file__).parent).parts[:-1]:
+        if item.path.is_relative_to(Path(__file__).parent / "integration"):
             item.add_marker(pytest.mark.integration)
     items.sort(key=lambda item: item.get_closest_marker("integration") is not None)
 

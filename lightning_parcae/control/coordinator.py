@@ -45,6 +45,7 @@ from lightning_parcae.control.events import (
     Send,
 )
 from lightning_parcae.control.failure_counts import FailureCounts
+from lightning_parcae.control.history import HISTORY_KEY, AvailabilityHistory
 from lightning_parcae.control.membership import Attempt, Cause
 from lightning_parcae.control.messages import (
     Ack,
@@ -67,6 +68,7 @@ from lightning_parcae.control.messages import (
     Progress,
     Ready,
     Release,
+    Reply,
     Request,
     Stop,
     Suspect,
@@ -76,6 +78,7 @@ from lightning_parcae.control.messages import (
 from lightning_parcae.control.roster import EXIT_REFUSED, Roster
 from lightning_parcae.control.startup_values import StartupValues
 from lightning_parcae.errors import MembershipError
+from lightning_parcae.planning.job_history import PastReconfiguration
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.migration import MigrationPlan
 
@@ -143,6 +146,7 @@ class Coordinator:
         self._spec: JobSpec | None = None
         self._table: Table = []
         self._values = StartupValues()
+        self._history = AvailabilityHistory()
         self._progress: Progress | None = None
         self._checkpoint: CheckpointRef | None = None
 
@@ -254,6 +258,8 @@ class Coordinator:
             self._actions.append(Send(hello.instance, hello.incarnation, admitted))
             self._actions.append(Close(hello.instance, hello.incarnation))
             return
+        if is_new:
+            self._history.connected(self._now, hello.instance)
         event = "connected" if is_new else "reconnected"
         self._record(event, instance=hello.instance, host=hello.host, pid=hello.pid, order=admitted.order)
         welcome = self._instances.welcome(
@@ -311,6 +317,7 @@ class Coordinator:
         """Take an instance out of the books, and react if the job needed it."""
         instance = self._instances.remove(name, reason)
         self._values.forget(name)
+        self._history.gone(self._now, name)
         self._has_pulled(name)
         died = died and self._over is None
         self._record("died" if died else "left", instance=name, reason=reason, step=instance.step)
@@ -355,6 +362,7 @@ class Coordinator:
             return
         if instance.ready is None:
             self._record("ready", instance=name, checkpoint=message.checkpoint and message.checkpoint.identifier)
+            self._history.ready(self._now, name)
         instance.ready = message
         if self._first_ready_at is None:
             self._first_ready_at = self._now
@@ -410,6 +418,7 @@ class Coordinator:
         if not instance.leaving:
             instance.leaving = True
             instance.leaves_at = None if message.grace_s is None else self._now + message.grace_s
+            self._history.noticed(self._now, name, instance.leaves_at)
             self._record("notice", instance=name, grace_s=message.grace_s)
             soon = "" if message.grace_s is None else f" in {message.grace_s:g} s"
             self._say(f"{name} will be taken away{soon}")
@@ -433,7 +442,8 @@ class Coordinator:
             return
         if message.table != self._table:
             self._table = list(message.table)
-            self._record("plan", table=[entry and list(entry) for entry in message.table], reason=message.reason)
+            table = [entry and list(entry) for entry in message.table]
+            self._record("plan", **{**message.details, "instance": name, "table": table, "reason": message.reason})
 
     def _on_failed(self, name: str, message: Failed) -> None:
         self._record("failed", instance=name, step=message.step, error=message.error, traceback=message.traceback)
@@ -461,6 +471,15 @@ class Coordinator:
         self._record(message.name, **{**message.fields, "instance": name})
 
     def _on_request(self, name: str, message: Request) -> None:
+        if message.key == HISTORY_KEY and message.op == "get":
+            config = None if self._layout is None else self._layout.config
+            state = {
+                "phase": self.phase,
+                "config": None if config is None else [config.num_pipelines, config.num_stages],
+                "table": [entry and list(entry) for entry in self._table],
+            }
+            self._send(name, Reply(message.request, {**self._history.describe(self._now), **state}))
+            return
         for receiver, reply in self._values.handle(name, message):
             self._send_all([receiver], reply)
 
@@ -954,10 +973,24 @@ class Coordinator:
             bytes_moved=sum(item.bytes_moved for item in attempt.formed.values()),
             total_s=round(self._now - attempt.prepared_at, 4),
         )
+        self._note_past(attempt, attempt.commit)
         spares = len(self._spares())
         self._say(
             f"generation {attempt.generation}: running {layout.config} on {layout.config.num_instances} instances"
             + (f", {spares} spare" if spares else "")
+        )
+
+    def _note_past(self, attempt: Attempt, commit: Commit) -> None:
+        """Remember what this reconfiguration took; a planner prices the next ones by it."""
+        self._history.formed(
+            self._now,
+            PastReconfiguration(
+                kind=commit.kind,
+                is_urgent=attempt.urgent,
+                pause_s=max(item.pause_s for item in attempt.formed.values()),
+                bytes_moved=sum(item.bytes_moved for item in attempt.formed.values()),
+                num_receivers=len({target for _, _, target in commit.transfers}) or 1,
+            ),
         )
 
     # Going back.

@@ -209,10 +209,17 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A new table of configurations from rank 0's planner; see :class:`JobSpec`."""
+    """A new table of configurations from rank 0's planner; see :class:`JobSpec`.
+
+    Attributes:
+        table: The configuration for each number of usable instances.
+        reason: Why, for people.
+        details: What else the timeline shows: the chosen configuration, the forecast.
+    """
 
     table: list[tuple[int, int] | None]
     reason: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

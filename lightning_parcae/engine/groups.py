@@ -38,6 +38,7 @@ SLOT_BYTES = 4096
 
 _LENGTH_BYTES = 8
 _BUCKET_BYTES = 8 << 20
+_ALONE_BYTES = 1 << 20  # from here on copying a tensor into a bucket and back costs more than a collective of its own
 _BUCKETS_IN_FLIGHT = 2
 _POLL_S = 0.002
 _SHUT_DOWN_PAUSE_S = 0.005
@@ -196,7 +197,8 @@ class Group:
         self.size = size
         self._backend = backend
         self._generation = generation
-        self._slots: list[Tensor] = []
+        # Kept from step to step: the page faults of fresh memory cost as much as the copies into it.
+        self._free_buffers: list[Tensor] = []
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
         """Start to send a contiguous CPU tensor; do not write to it before ``wait()`` has returned."""
@@ -277,24 +279,44 @@ class Group:
         self._generation.check()
         if self.size == 1:
             return
-        running: list[tuple[list[Tensor], Tensor, Any]] = []
+        running: list[tuple[list[Tensor], Tensor, Tensor | None, Any]] = []
         try:
             for bucket in _buckets(tensors):
                 if len(running) == _BUCKETS_IN_FLIGHT:
                     self._finish(*running.pop(0))
-                flat = _flatten(bucket)
-                running.append((bucket, flat, self._backend.allreduce([flat])))
+                flat, buffer = self._flatten(bucket)
+                running.append((bucket, flat, buffer, self._backend.allreduce([flat])))
             for item in running:
                 self._finish(*item)
         except RuntimeError as error:
             raise self._generation.broken(error) from error
 
-    def _finish(self, bucket: list[Tensor], flat: Tensor, work: Any) -> None:
+    def _finish(self, bucket: list[Tensor], flat: Tensor, buffer: Tensor | None, work: Any) -> None:
         self._generation.wait_for_collective(work)
-        _scatter_back(bucket, flat)
+        if flat.data_ptr() == bucket[0].data_ptr():
+            return
+        offset = 0
+        for tensor in bucket:
+            tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
+        if buffer is not None:
+            self._free_buffers.append(buffer)
+
+    def _flatten(self, bucket: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the bucket as one CPU tensor, and the buffer it lies in if that can be used again."""
+        first = bucket[0]
+        if first.device.type != "cpu":
+            return torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu(), None
+        if len(bucket) == 1:
+            return first.reshape(-1), None  # reduced where it lies, if it is contiguous
+        buffer = self._free_buffers.pop() if self._free_buffers else torch.empty(_BUCKET_BYTES, dtype=torch.uint8)
+        flat = buffer.view(first.dtype)[: sum(tensor.numel() for tensor in bucket)]
+        torch.cat([tensor.reshape(-1) for tensor in bucket], out=flat)
+        return flat, buffer
 
     def _drop(self) -> None:
         self._backend = None
+        self._free_buffers = []
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -308,6 +330,9 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         size = tensor.numel() * tensor.element_size()
         if size == 0:
             continue
+        if size >= _ALONE_BYTES:
+            buckets.append([tensor])
+            continue
         key = (tensor.dtype, tensor.device)
         bucket, filled = filling.get(key, ([], 0))
         if bucket and filled + size > _BUCKET_BYTES:
@@ -317,21 +342,6 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         bucket.append(tensor)
         filling[key] = (bucket, filled + size)
     return buckets
-
-
-def _flatten(bucket: list[Tensor]) -> Tensor:
-    if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device.type == "cpu":
-        return bucket[0].view(-1)  # reduced where it lies
-    return torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu()
-
-
-def _scatter_back(bucket: list[Tensor], flat: Tensor) -> None:
-    if flat.data_ptr() == bucket[0].data_ptr():
-        return
-    offset = 0
-    for tensor in bucket:
-        tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-        offset += tensor.numel()
 
 
 class Groups:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
+from typing import Any
 
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import LayoutTable
@@ -132,10 +133,24 @@ class JobProfile:
             return base.samples_per_s(config) * self._scale
         if not base.fits(config):
             return 0.0
+        if config in base.step_s and config not in self._measured:  # a whole step, of an earlier run
+            return base.num_samples / base.step_s[config]
         rate = base.num_samples / (base.step_time_s(config) + self._other_s)
         return rate * (1.0 - self._caution) if self._measured and config not in self._measured else rate
 
-    def fastest_table(self, max_instances: int, *, keep: ParallelConfig | None = None, noise: float = 0.0) -> LayoutTable:
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as JSON values, with whole steps as measured; limits and cuts are the job's own."""
+        base = self._base
+        if isinstance(base, ThroughputProfile):
+            return base.to_json()
+        values = {item.name: getattr(base, item.name) for item in fields(ModelProfile) if item.init}
+        whole = {config: step.work_s + step.other_s for config, step in self._measured.items()}
+        values["step_s"] = {**values["step_s"], **whole}
+        return ModelProfile(**values).to_json()
+
+    def fastest_table(
+        self, max_instances: int, *, keep: ParallelConfig | None = None, noise: float = 0.0
+    ) -> LayoutTable:
         """Return the fastest configuration for each number of instances.
 
         Args:

@@ -2,9 +2,10 @@
 
     python tests/benchmarks/profile_step.py [--stages 1] [--pipelines 2] [--steps 30] [--out DIR]
 
-Functions of the strategy are wrapped by clocks, in every instance and thread. Printed for each: calls in a step, wall and
-processor milliseconds of a step, callees included. Parts lie within each other, as the indentation shows. Wall time
-that is no processor time is waiting: for a peer, or for a core if others work on this machine.
+Functions of the strategy are wrapped by clocks, in every instance and thread. Printed for each: calls in a step, wall
+and processor milliseconds of a step, callees included. Parts lie within each other, as the indentation shows. Wall
+time that is no processor time is waiting: for a peer, or for a core if others work on this machine. Forward passes run
+in a thread of torchgpipe, whose processor time their callers do not have.
 """
 
 from __future__ import annotations

@@ -10,14 +10,16 @@ against plain torchgpipe (GPipe with two partitions in plain Lightning), with th
 worker for each *device*, and two partitions on the CPU share one: that peer uses one core, ours uses two.
 
 Same initial weights, batches, micro-batches and optimizer, no recomputation, one thread for each process. Contestants
-take turns of a few steps; the others sleep meanwhile. Printed: the median step, the median processor time of a step over
-all processes, and ours / peer: the median over the turns and its quartiles. The final parameters are compared, so
-that it is known that the work was the same. DIR gets each step's time, the logs and ``report.txt``.
+take turns of a few steps; the others sleep meanwhile. Printed: the median step, its fastest tenth, the median processor
+time of a step over all processes, and ours / peer for each: for the step the median over the turns and its quartiles.
+On a machine where others work too, trust the processor time and the fastest tenth. The final parameters are
+compared, so that it is known that the work was the same. DIR gets each step's time, the logs and ``report.txt``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -91,7 +93,7 @@ class Contestant:
     def step_times(self) -> list[list[float]]:
         """Seconds of each step on rank 0, by turn; the first turn warmed up."""
         turns = self.results()[0]["turns"][1:]
-        return [[after - before for before, after in zip(turn, turn[1:], strict=False)] for turn in turns]
+        return [[after - before for before, after in itertools.pairwise(turn)] for turn in turns]
 
     def cpu_times(self, steps_per_turn: int) -> list[float]:
         """Processor seconds of a step over all processes, by turn."""
@@ -138,6 +140,11 @@ def compete(contestants: list[Contestant], options: argparse.Namespace) -> None:
         contestant.finish()
 
 
+def tenth(ordered: list[float]) -> float:
+    """Return the tenth percentile: a step that nobody has disturbed."""
+    return ordered[len(ordered) // 10]
+
+
 def report(contestants: list[Contestant], options: argparse.Namespace) -> list[str]:
     import torch
 
@@ -145,23 +152,26 @@ def report(contestants: list[Contestant], options: argparse.Namespace) -> list[s
     own_turns = [statistics.median(turn) for turn in first.step_times()]
     own_cpu = first.cpu_times(options.steps_per_turn)
     own_state = first.state()
-    lines = [
-        f"{'contestant':36s} {'step ms':>8s} {'cpu ms':>8s} {'ours/peer':>10s} {'quartiles':>13s} {'cpu':>6s} {'differs':>8s}"
-    ]
+    own_steps = sorted(itertools.chain(*first.step_times()))
+    names = ("step ms", "fastest", "cpu ms", "ours/peer", "quartiles", "fastest", "cpu", "differs")
+    lines = [f"{'contestant':36s}" + "".join(f"{name:>12s}" for name in names)]
     for contestant in contestants:
         turns = [statistics.median(turn) for turn in contestant.step_times()]
         cpu = contestant.cpu_times(options.steps_per_turn)
-        step = statistics.median(s for turn in contestant.step_times() for s in turn)
-        line = f"{contestant.label:36s} {step * 1e3:8.1f} {statistics.median(cpu) * 1e3:8.1f}"
+        steps = sorted(itertools.chain(*contestant.step_times()))
+        values = [statistics.median(steps), tenth(steps), statistics.median(cpu)]
+        line = f"{contestant.label:36s}" + "".join(f"{value * 1e3:12.1f}" for value in values)
         if contestant is not first:
             ratios = sorted(a / b for a, b in zip(own_turns, turns, strict=True))
             low, middle, high = statistics.quantiles(ratios, n=4)
             cpu_ratio = statistics.median(a / b for a, b in zip(own_cpu, cpu, strict=True))
             state = contestant.state()
-            assert own_state.keys() == state.keys()
             difference = max(float((own_state[key] - state[key]).abs().max()) for key in own_state)
-            line += f" {middle:10.3f} {low:6.3f}-{high:5.3f} {cpu_ratio:6.3f} {difference:8.0e}"
-            torch.testing.assert_close(own_state, state, atol=1e-3, rtol=1e-3)
+            line += (
+                f"{middle:12.3f}{f'{low:.2f}-{high:.2f}':>12s}{tenth(own_steps) / tenth(steps):12.3f}{cpu_ratio:12.3f}"
+            )
+            line += f"{difference:12.0e}"
+            torch.testing.assert_close(own_state, state, atol=5e-4, rtol=0.0)
         lines.append(line)
     return lines
 
@@ -204,9 +214,7 @@ def main() -> None:
                     peers[0].start(workloads.run_ddp, rank=rank, world=2, port=port, shape=shape_here)
                 own = ours(stack, folder, options, shape_here, num_stages=1, num_pipelines=2)
             else:
-                pipelining = Contestant(
-                    "pipelining", "torch.distributed.pipelining", 2, options.steps_per_turn, folder
-                )
+                pipelining = Contestant("pipelining", "torch.distributed.pipelining", 2, options.steps_per_turn, folder)
                 port = free_port()
                 for rank in range(2):
                     pipelining.start(workloads.run_pipelining, rank=rank, port=port, shape=shape)

@@ -132,7 +132,9 @@ def _finish(out: str, name: str, rank: int, gate: Gate, state: dict[str, Tensor]
         torch.save(state, Path(out) / f"state-{name}-{rank}.pt")
 
 
-def run_parcae(name: str, out: str, gate: tuple[Any, Any, int], shape: dict[str, int], strategy: dict[str, Any]) -> None:
+def run_parcae(
+    name: str, out: str, gate: tuple[Any, Any, int], shape: dict[str, int], strategy: dict[str, Any]
+) -> None:
     """One instance of ours."""
     from lightning_parcae import ParcaeStrategy
 

@@ -63,6 +63,17 @@ def count_tokens(batch: Any) -> float:
     return float(unpack(batch)[2].sum())
 
 
+class Block(nn.Module):
+    """A layer with a BatchNorm inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
 def build_net(norm: str | None, dropout: float) -> nn.Sequential:
     """Return seven to nine layers."""
     layers: list[nn.Module] = [nn.Linear(8, 16)]
@@ -71,9 +82,9 @@ def build_net(norm: str | None, dropout: float) -> nn.Sequential:
     layers += [nn.Tanh(), nn.Linear(16, 16)]
     if dropout:
         layers.append(nn.Dropout(dropout))
-    if norm == "batch":
-        layers.append(nn.BatchNorm1d(16, momentum=0.3))
-    return nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+    layers.append(nn.ReLU(inplace=True))
+    layers.append(Block() if norm == "batch" else nn.Linear(16, 16))
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(16, CLASSES))
 
 
 class Classifier(L.LightningModule):
