@@ -6,15 +6,11 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
-import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from types import FrameType
 from typing import Any
 
 from lightning_parcae.control.agent import Agent
@@ -22,6 +18,7 @@ from lightning_parcae.control.messages import Failed, Notice, Progress, Welcome
 from lightning_parcae.control.transport import check_bind_host, is_loopback, load_secret, parse_address
 from lightning_parcae.engine.session import Endpoint
 from lightning_parcae.errors import FencedError, JobFailedError
+from lightning_parcae.notices.signals import SignalNotice
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +39,8 @@ class Membership:
     agent: Agent
     welcome: Welcome
     endpoint: Endpoint
-    _previous_handler: Any = None
-    _handler: Callable[[int, FrameType | None], None] | None = None
+    _signal: SignalNotice | None = None
     _last_progress: float = 0.0
-    _last_step: int = -1
 
     def agree(self, key: str, value: Any) -> Any:
         """Return the value that the first instance to ask has given."""
@@ -62,18 +57,10 @@ class Membership:
                 self.agent.request("wait", key, None, timeout_s=600.0)
 
     def watch_signals(self) -> None:
-        """Take SIGTERM as a notice. Outside of the main thread signals cannot be watched; say so once."""
-        if threading.current_thread() is not threading.main_thread():
-            log.warning("not in the main thread: SIGTERM will end this instance instead of being taken as a notice")
-            return
-        if self._handler is None:
-            self._previous_handler = signal.getsignal(signal.SIGTERM)
-            self._handler = self._on_sigterm
-        signal.signal(signal.SIGTERM, self._handler)
-
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        # not in the handler itself: the main thread may hold the lock that sending needs
-        threading.Thread(target=self._send_notice, name="parcae-notice", daemon=True).start()
+        """Take SIGTERM as a notice from now on."""
+        if self._signal is None:
+            self._signal = SignalNotice(self._send_notice)
+        self._signal.watch()
 
     def _send_notice(self) -> None:
         with contextlib.suppress(OSError):
@@ -81,9 +68,8 @@ class Membership:
 
     def restore_signals(self) -> None:
         """Put the former SIGTERM handler back."""
-        if self._handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
-        self._handler = None
+        if self._signal is not None:
+            self._signal.restore()
 
     def report_progress(self, step: int, epoch: int, batch: int, clock: int) -> None:
         """Tell the coordinator how far the job is, at a bounded rate."""
