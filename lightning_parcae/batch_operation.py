@@ -125,6 +125,7 @@ class BatchOperation:
         self._groups: Groups | None = None
         self._place: tuple[int, int] | None = None
         self._pipeline: StagePipeline | None = None
+        self._users_norms: list[tuple[nn.Module, str, _BatchNorm]] = []
         self.metrics = MetricStates(module)
 
     # ------------------------------------------------------------------ generations
@@ -134,6 +135,7 @@ class BatchOperation:
         self._layout, self._groups = layout, groups
         self._place = layout.place_of(name)
         self._pipeline = None
+        self._put_norms_back()
         if self._place is None:
             return
         _, stage = self._place
@@ -141,6 +143,13 @@ class BatchOperation:
         layers = list(self._pipelined.children())
         last = layout.config.num_stages - 1
         group = None if groups is None else groups.pipeline
+        self._users_norms = [
+            (parent, name, child)
+            for index in held
+            for parent in layers[index].modules()
+            for name, child in parent.named_children()
+            if isinstance(child, _BatchNorm)
+        ]
         self._pipeline = StagePipeline(
             [layers[index] for index in held],
             held,
@@ -157,6 +166,14 @@ class BatchOperation:
         self._pipelined.set_route(None)
         self._pipeline = None
         self._groups = None
+        self._put_norms_back()
+
+    def _put_norms_back(self) -> None:
+        """Undo what torchgpipe does to BatchNorm inside of a layer; parameters and buffers are shared anyway."""
+        for parent, name, norm in self._users_norms:
+            norm.train(getattr(parent, name).training)
+            setattr(parent, name, norm)
+        self._users_norms = []
 
     @property
     def _is_first(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +20,10 @@ class ParcaeCallback(Callback):
     ``ParcaeStrategy`` adds one by itself. The metrics are written after each reconfiguration and every
     ``log_every_n_steps``: ``parcae/instances``, ``parcae/num_pipelines``, ``parcae/num_stages``,
     ``parcae/generation``, ``parcae/reconfigurations``, ``parcae/pause_s`` (all pauses so far) and
-    ``parcae/samples_replayed`` (samples of batches that were done again).
+    ``parcae/samples_replayed`` (samples of batches that were done again). With a planner also those of its newest
+    plan: ``parcae/liveput`` (expected samples per second, migrations included), ``parcae/forecast_lost`` (instances
+    expected to be lost over its horizon), ``parcae/forecast_skill`` (against "nothing changes"; 0 if nobody has any)
+    and ``parcae/plan_s`` (seconds it took to plan).
     """
 
     def __init__(self) -> None:
@@ -30,6 +33,11 @@ class ParcaeCallback(Callback):
         self._pause_s = 0.0
         self._samples_replayed = 0
         self._is_new = False
+        self._planner_metrics: Callable[[], Mapping[str, float]] = dict
+
+    def watch_planner(self, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """Log a planner's metrics, too; called by the strategy."""
+        self._planner_metrics = metrics
 
     def on_generation(self, trainer: pl.Trainer, layout: Layout, reason: str, pause_s: float) -> None:
         """Take note of a new generation; called by the strategy on every member."""
@@ -64,6 +72,7 @@ class ParcaeCallback(Callback):
             "parcae/reconfigurations": float(self._num_reconfigurations),
             "parcae/pause_s": self._pause_s,
             "parcae/samples_replayed": float(self._samples_replayed),
+            **self._planner_metrics(),
         }
 
     @override

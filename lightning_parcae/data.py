@@ -267,6 +267,12 @@ class ElasticLoader:
         plan = self._planner()
         return max(len(plan(batch).microbatches) for batch in {0, len(self.order) - 1})
 
+    @property
+    def max_samples(self) -> int:
+        """Samples of the largest global batch of this pass."""
+        plan = self._planner()
+        return max(plan(batch).num_samples for batch in {0, len(self.order) - 1})
+
     def sample(self) -> Any:
         """Return the first micro-batch of the next global batch; the position stays where it is."""
         plan = self._planner()(min(self.batch, len(self.order) - 1))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -219,6 +219,11 @@ def _losses(folder: Path) -> dict[int, list[float]]:
     return losses
 
 
+def _largest(differences: Iterable[float]) -> float:
+    """Return the largest difference; infinity if one is not a number, which max() would pass over."""
+    return max(math.inf if math.isnan(value) else value for value in differences)
+
+
 def _check_losses(result: DemoResult, run_dir: Path, reference: Path, steps: int) -> None:
     """Each step's loss is the undisturbed process's, on every instance."""
     got, want = _losses(run_dir), _losses(reference)
@@ -226,7 +231,7 @@ def _check_losses(result: DemoResult, run_dir: Path, reference: Path, steps: int
     if sorted(got) != list(range(1, steps + 1)):
         result.broken.append(f"{len(got)} of {steps} steps have a loss")
     result.first_loss, result.last_loss = got[min(got)][0], got[max(got)][0]
-    result.loss_difference = max(
+    result.loss_difference = _largest(
         abs(loss - want[step][0]) / abs(want[step][0]) for step, losses in got.items() for loss in losses
     )
     if not result.loss_difference <= _LOSS_TOLERANCE:
@@ -243,7 +248,7 @@ def _check_weights(result: DemoResult, run_dir: Path, reference: Path) -> None:
     )
     if got.keys() != want.keys():
         raise ValueError("the two checkpoints have different keys")
-    result.weight_difference = max(float((got[name] - want[name]).abs().max()) for name in want)
+    result.weight_difference = _largest(float((got[name] - want[name]).abs().max()) for name in want)
     if not result.weight_difference <= _LOSS_TOLERANCE:
         result.broken.append(f"a weight differs by {result.weight_difference:.1e}, more than {_LOSS_TOLERANCE:g}")
 
@@ -277,11 +282,7 @@ def _check_processes(result: DemoResult, supervisor: Supervisor) -> None:
     unused = sorted(set(supervisor.instances) - placed)
     if unused:
         result.broken.append(f"never took part: {' '.join(unused)}")
-    result.survivors = tuple(
-        name
-        for name, record in supervisor.instances.items()
-        if record.lived_at_finish and name not in supervisor.view.dead
-    )
+    result.survivors = tuple(name for name, record in supervisor.instances.items() if record.lived_at_finish)
     for path in sorted((supervisor.run_dir / "losses").glob("*.jsonl")):
         pids = {json.loads(line)["pid"] for line in path.read_text(encoding="ascii").splitlines()}
         if pids != {supervisor.instances[path.stem].pid}:

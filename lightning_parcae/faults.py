@@ -33,7 +33,7 @@ class FaultEvent:
     Attributes:
         action: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``cont`` (SIGCONT), ``notice`` (warned, killed when the grace is
             over) or ``add`` (new instances).
-        target: An instance (``i2``); ``any`` (any member of the running generation), ``rank0``, ``spare`` or ``stopped``
+        target: An instance (``i2``); ``any`` (a member of the running generation), ``rank0``, ``spare`` or ``stopped``
             (one that was stopped before), which wait until there is one; or ``node:NAME`` (the instance that an ``add``
             for this node of a trace has started). Unused by ``add``.
         at_step: Happens as soon as the job has reported this optimizer step.

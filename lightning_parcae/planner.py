@@ -70,15 +70,11 @@ class StepTimes:
         """Begin a generation; its first steps do not count."""
         self._config, self._num_skipped, self._last_end = config, 0, None
 
-    def now(self) -> float:
-        """Return the time, to be given to :meth:`note`."""
-        return self._clock()
-
     def note(self, started: float, *, is_whole: bool = True) -> None:
         """Note a step that has just been done.
 
         Args:
-            started: When its work began.
+            started: When its work began, by the same clock.
             is_whole: Whether it was done in one attempt.
         """
         now, last = self._clock(), self._last_end
@@ -110,13 +106,22 @@ class Planner:
         link: Connection to the coordinator.
         job: What decides.
         profile_path: Where the profile with what was measured is written; None for nowhere.
+        on_end: Called in the thread when it ends.
     """
 
-    def __init__(self, link: ControlLink, job: JobPlanner, *, profile_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        link: ControlLink,
+        job: JobPlanner,
+        *,
+        profile_path: Path | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.steps = StepTimes()
         self._link = link
         self._job = job
         self._profile_path = profile_path
+        self._on_end = on_end
         self._interval_s = job.settings.interval_s
         self._is_on = job.settings.policy != "fixed"
         self._wake = threading.Event()
@@ -199,6 +204,8 @@ class Planner:
         except Exception as error:
             if not stopping.is_set():
                 self._failure = error
+        finally:
+            self._on_end()
 
     def _plan_once(self, stopping: threading.Event) -> float:
         """Plan; return how long to wait until the next time, in seconds."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from lightning_parcae.availability.arima import ArimaForecaster
-from lightning_parcae.availability.forecast import EventRates, Forecaster
+from lightning_parcae.availability.forecast import Forecaster
 from lightning_parcae.control.messages import JobSpec
 from lightning_parcae.engine.measure import measure_layers
+from lightning_parcae.forecast_process import ForecastProcess
 from lightning_parcae.planner import ControlLink, Planner
 from lightning_parcae.planning.job_planner import JobModel, JobPlanner, PlannerSettings
 from lightning_parcae.planning.job_profile import JobProfile, Limits
@@ -80,16 +81,16 @@ def build_planner(
         fallback_every_n_steps=fallback_every_n_steps,
     )
     path = None if run_dir is None else Path(run_dir) / "profile.json"
-    return Planner(link, JobPlanner(model, settings, candidates=candidates_of(settings)), profile_path=path)
-
-
-def candidates_of(settings: PlannerSettings) -> tuple[Forecaster, ...]:
-    """Return the forecasters to choose from.
-
-    ARIMA models only where they are asked for: fitting one takes seconds of a core, changes the warning filters of the
-    whole process while it lasts, and loads pmdarima, scikit-learn and pandas; on no trace we know are they much better
-    than learned rates.
-    """
+    candidates: tuple[Forecaster, ...] = ()
+    process: ForecastProcess | None = None
     if settings.forecaster == "arima":
-        return (EventRates(), ArimaForecaster(), ArimaForecaster(order=None))
-    return (EventRates(),)
+        # Not with "auto": a process more, and up to seconds of a core, for what is no better on any trace we know.
+        process = ForecastProcess()
+        candidates = (process.arima((1, 1, 0)), process.arima(None))
+        settings = replace(settings, max_scores=settings.min_scores)  # replayed at each change of rank 0
+    return Planner(
+        link,
+        JobPlanner(model, settings, candidates=candidates),
+        profile_path=path,
+        on_end=lambda: None if process is None else process.close(),
+    )

@@ -100,9 +100,11 @@ class RunReport:
 
     @property
     def pauses(self) -> list[PauseStatistics]:
-        """Pauses by cause, in the order of their first appearance."""
+        """Pauses by cause, in the order of their first appearance; a start is no pause."""
         by_cause: dict[str, list[float]] = {}
         for change in self.view.reconfigurations:
+            if change.cause == "start":
+                continue
             by_cause.setdefault(change.cause, []).append(change.pause_s)
         return [
             PauseStatistics(cause, len(values), statistics.median(values), _percentile(values, 0.95), max(values))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -48,8 +49,12 @@ from lightning_parcae.fallback import Fallback
 from lightning_parcae.launcher import InstanceLauncher, SupervisorLauncher
 from lightning_parcae.logged_values import to_tensor
 from lightning_parcae.membership import Membership, connect_membership
+from lightning_parcae.planner import Planner
+from lightning_parcae.planning.job_planner import PlannerSettings
+from lightning_parcae.planning.job_profile import Limits
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.policy import most_instances_table
+from lightning_parcae.profiling import build_planner
 from lightning_parcae.refusals import refuse_loaders, refuse_model, refuse_optimizers, refuse_settings
 from lightning_parcae.run_logs import RunLogs
 from lightning_parcae.sharding.ledger import CommitRecord
@@ -85,6 +90,15 @@ class ParcaeStrategy(ParallelStrategy):
             tokens if the loss is a mean over tokens.
         fallback_dir: Where checkpoints go that are used when state is lost: any fsspec URL. None: no fallback.
         fallback_every_n_steps: Optimizer steps between them; one is also written at each epoch's end.
+        policy: What decides the layout: ``"liveput"`` (most expected throughput under the preemptions to come,
+            migrations included), ``"reactive"`` (the fastest layout for the instances there are) or ``"fixed"`` (the
+            one that uses the most instances).
+        interval: Seconds between two plans, and length of an interval of the forecast.
+        horizon: Intervals that a plan looks ahead. None: a value over many intervals, which needs no tuning.
+        forecaster: ``"auto"`` (whoever has shown skill on this job, else learned event rates), ``"events"`` (learned
+            event rates), ``"arima"`` (as ``"auto"``, with ARIMA models among the candidates) or ``"last_value"`` (no
+            events expected).
+        profile: Path of a JSON profile to plan with, instead of measuring the layers in the job.
         failure_timeout: Seconds without a sign of life after which an instance counts as gone. All other timeouts
             derive from it.
         min_instances_timeout: Seconds to wait with too few instances before the job ends; None: wait for ever.
@@ -123,6 +137,11 @@ class ParcaeStrategy(ParallelStrategy):
         loss_weight: Callable[[Any], float] | None = None,
         fallback_dir: str | None = None,
         fallback_every_n_steps: int = 100,
+        policy: Literal["liveput", "reactive", "fixed"] = "liveput",
+        interval: float = 60.0,
+        horizon: int | None = None,
+        forecaster: Literal["auto", "events", "arima", "last_value"] = "auto",
+        profile: str | None = None,
         failure_timeout: float = 20.0,
         min_instances_timeout: float | None = None,
         max_step_failures: int = 3,
@@ -153,6 +172,11 @@ class ParcaeStrategy(ParallelStrategy):
         _check_choice("recompute", recompute, ("never", "except_last", "always"))
         _check_choice("batch_norm", batch_norm, (None, "deferred", "micro_batch"))
         _check_choice("balance", balance, ("size", "time"))
+        _check_choice("policy", policy, ("liveput", "reactive", "fixed"))
+        _check_choice("forecaster", forecaster, ("auto", "events", "arima", "last_value"))
+        _check_range("horizon", horizon, 1)
+        if not interval > 0:
+            raise ValueError(f"interval must be above 0 seconds, got {interval}")
         if failure_timeout < 1:
             raise ValueError(f"failure_timeout must be at least 1 second, got {failure_timeout}")
         if min_instances_timeout is not None and min_instances_timeout < failure_timeout:
@@ -176,6 +200,10 @@ class ParcaeStrategy(ParallelStrategy):
         self._loss_weight = loss_weight
         self._fallback_dir = fallback_dir
         self._fallback_every_n_steps = fallback_every_n_steps
+        self._planner_settings = PlannerSettings(
+            policy=policy, interval_s=float(interval), horizon=horizon, forecaster=forecaster
+        )
+        self._profile = profile
         self._failure_timeout_s = float(failure_timeout)
         self._min_instances_timeout_s = min_instances_timeout
         self._max_step_failures = max_step_failures
@@ -191,6 +219,7 @@ class ParcaeStrategy(ParallelStrategy):
         self._pipeline_path = ""
         self._operation: BatchOperation | None = None
         self._fallback: Fallback | None = None
+        self._planner: Planner | None = None
         self._supply = BatchSupply(micro_batch_size=micro_batch_size, boundary=self._boundary)
         self._whole_state = WholeState(self)
         self._run_logs = RunLogs()
@@ -294,7 +323,10 @@ class ParcaeStrategy(ParallelStrategy):
             )
             self._run_dir = self._run_dir or self._membership.welcome.run_dir
             self.environment.assign_host_rank(self._membership.welcome.host_rank)
-            self.environment.assign(0 if self._membership.welcome.leader else ParcaeEnvironment.NO_RANK, 1)
+            is_first = self._membership.welcome.leader
+            if not fitting:  # the one that shows the results; it may have ended before the others begin
+                is_first = self._membership.agree("evaluator", self._membership.endpoint.name) == self._membership.endpoint.name
+            self.environment.assign(0 if is_first else ParcaeEnvironment.NO_RANK, 1)
             atexit.register(self._say_goodbye)  # a script that only evaluates leaves no other way
             reach("set_up")
         if fitting:
@@ -464,6 +496,8 @@ class ParcaeStrategy(ParallelStrategy):
         reach("boundary")
         try:
             session.boundary(self._describe_job)
+            if self._planner is not None:
+                self._planner.raise_if_failed()
             if session.stop_requested:
                 self._write_fallback(loader, reason="stopped")
                 raise LeaveJob("the job was asked to stop", session.stop_code)
@@ -519,7 +553,35 @@ class ParcaeStrategy(ParallelStrategy):
             min_instances_timeout_s=self._min_instances_timeout_s,
             has_fallback=self._fallback is not None,
         )
+        if self._planner is None and self._planner_settings.policy != "fixed":
+            self._planner = self._build_planner(spec, sample, loader)
         return spec, None if self._fallback is None else self._fallback.newest()
+
+    def _build_planner(self, spec: JobSpec, sample: Tensor | None, loader: ElasticLoader) -> Planner:
+        assert self._membership is not None
+        planner = build_planner(
+            self._membership.agent,
+            self._planner_settings,
+            spec,
+            Limits(
+                num_layers=len(self.layers),
+                max_pipelines=loader.max_pipelines,
+                num_stages=self._num_stages,
+                num_pipelines=self._num_pipelines,
+                min_stages=self._min_stages,
+                max_stages=self._max_stages,
+            ),
+            layers=self.layers,
+            sample=sample,
+            context=self.precision_plugin.train_step_context,
+            num_samples=loader.max_samples,
+            recompute=self._recompute != "never",
+            profile=self._profile,
+            fallback_every_n_steps=None if self._fallback is None else self._fallback_every_n_steps,
+            run_dir=self._run_dir,
+        )
+        self._callback.watch_planner(lambda: planner.metrics)
+        return planner
 
     def _write_fallback(self, loader: ElasticLoader, reason: str = "interval") -> None:
         if self._fallback is None or not self._fallback.is_due(self.trainer.global_step, loader.epoch, reason):
@@ -571,6 +633,8 @@ class ParcaeStrategy(ParallelStrategy):
         """Give up the rank; see Host."""
         self.environment.assign(ParcaeEnvironment.NO_RANK, 1)
         lightning_internals.take_over_progress_bar(self.trainer, is_rank_zero=False)
+        if self._planner is not None:
+            self._planner.stop()
 
     def enter(self, layout: Layout, groups: Groups | None, reason: str, pause_s: float) -> None:
         """Begin to work in a new generation; see Host."""
@@ -583,6 +647,8 @@ class ParcaeStrategy(ParallelStrategy):
             self._run_logs.take_over()
         lightning_internals.take_over_progress_bar(self.trainer, is_rank_zero=rank == 0)
         self._callback.on_generation(self.trainer, layout, reason, pause_s)
+        if self._planner is not None:
+            self._planner.enter(layout.config, is_zero=rank == 0)
 
     @property
     def _callback(self) -> ParcaeCallback:
@@ -616,6 +682,7 @@ class ParcaeStrategy(ParallelStrategy):
         operation, loader = self._operation, self._train_loader
         assert operation is not None
         trainer = self.trainer
+        started = time.perf_counter()
         result = operation.train(
             self.session,
             batch,
@@ -627,6 +694,8 @@ class ParcaeStrategy(ParallelStrategy):
             want_norms=uses_clipping(trainer) and not trainer.fit_loop._should_accumulate(),
         )
         reach("voted")
+        if self._planner is not None:
+            self._planner.steps.note(started, is_whole=result.num_broken == 0)
         self._last_result = result
         self._new_gradients = result.gradients
         self._conclude(result, loader)
@@ -779,6 +848,8 @@ class ParcaeStrategy(ParallelStrategy):
     def _leave_fit(self) -> None:
         """Work alone from here on: every instance holds the whole model."""
         self._in_fit = False
+        if self._planner is not None:
+            self._planner.stop(wait_s=1.0)
         if self._operation is not None:
             self._operation.leave()
         self._supply.close()
@@ -786,6 +857,8 @@ class ParcaeStrategy(ParallelStrategy):
     def begin_again(self, reason: str) -> None:
         """Prepare to enter ``fit`` again in this process after a rollback."""
         log.warning("state was lost (%s): going back to the newest checkpoint", reason)
+        if self._planner is not None:
+            self._planner.stop()
         if self._operation is not None:
             self._operation.leave()
         self._supply.close()

@@ -363,7 +363,7 @@ class Supervisor:
             self._over_at = time.monotonic()
             for record in self.instances.values():
                 is_alive = record.process.poll() is None
-                record.lived_at_finish = is_alive and record.name in self.view.joined
+                record.lived_at_finish = is_alive and record.name in self.view.joined - self.view.gone
                 if is_alive and record.name not in self.view.joined:
                     # it would not find the coordinator any more
                     self._console.event(f"{record.name} is ended: the job is over, and it had not joined yet")
@@ -552,9 +552,7 @@ class Supervisor:
             return self.view.stop.exit_code
         codes = [record.exit_code or 0 for record in self.instances.values()]
         if self.view.is_finished:
-            late = [
-                r.exit_code or 0 for r in self.instances.values() if r.lived_at_finish and r.name not in self.view.dead
-            ]
+            late = [record.exit_code for record in self.instances.values() if record.lived_at_finish]
             return ExitCode.FAILED if any(late) else ExitCode.FINISHED
         if self._error is not None or any(code > 0 for code in codes):
             return ExitCode.FAILED

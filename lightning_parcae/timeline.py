@@ -82,6 +82,7 @@ class JobView:
         joined: Every instance that has connected.
         ready: Instances that are warm, and live.
         dead: Instances that were declared dead.
+        gone: Instances that died, have left, or have been told to leave.
         leaving: Instances with a notice, and the grace if it is known.
         step: Newest optimizer step.
         epoch: Its data epoch.
@@ -96,6 +97,7 @@ class JobView:
     joined: set[str] = field(default_factory=set)
     ready: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
     leaving: dict[str, float | None] = field(default_factory=dict)
     step: int = 0
     epoch: int = 0
@@ -149,6 +151,7 @@ class JobView:
         name = str(record["instance"])
         self.joined.add(name)
         self.dead.discard(name)
+        self.gone.discard(name)
         return Line(f"{name} has connected and warms up") if self.layout is not None else None
 
     def _on_ready(self, record: Record) -> Line | None:
@@ -191,6 +194,7 @@ class JobView:
         return Line(f"{record['instance']} leaves: {record['reason']}")
 
     def _go(self, name: str) -> None:
+        self.gone.add(name)
         self.ready.discard(name)
         self.leaving.pop(name, None)
 

@@ -17,7 +17,7 @@ def _screen(text: str) -> list[str]:
     """Return the lines that a terminal would show."""
     lines = [""]
     column = 0
-    for part in text.replace("\x1b[K", "\v").split("\x1b["):
+    for part in text.replace("\x1b[?25h", "").replace("\x1b[K", "\v").split("\x1b["):
         part = part.partition("m")[2] if part[:1].isdigit() else part
         for char in part:
             if char == "\n":

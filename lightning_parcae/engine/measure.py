@@ -74,15 +74,14 @@ def _measure(
     values = sample
     passes = []  # of each layer: its input, best forward and backward time, bytes kept and handed on
     for layer in layers:
-        inputs = _detached(values)
-        outputs, forward_s, backward_s, kept = _run_once(layer, inputs, context)
-        passes.append([inputs, forward_s, backward_s, kept, _num_bytes(outputs)])
-        values = outputs
+        inputs = _map(values, torch.Tensor.detach)
+        values, forward_s, backward_s, kept = _run_once(layer, inputs, context)
+        passes.append([inputs, forward_s, backward_s, kept, _num_bytes(values)])
     for _ in range(_MAX_REPEATS):  # the first pass of everything is slow
         for layer, found in zip(layers, passes, strict=True):
             if time.monotonic() > deadline:
                 break
-            _, forward_s, backward_s, _ = _run_once(layer, _detached(found[0]), context)
+            _, forward_s, backward_s, _ = _run_once(layer, found[0], context)
             found[1], found[2] = min(found[1], forward_s), min(found[2], backward_s)
     update_s = _update_s_per_byte(layers)
     return [
@@ -103,6 +102,9 @@ def _run_once(
     layer: nn.Module, inputs: Any, context: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[Any, float, float, int]:
     """Run one layer forward and backward; return its output, both times and the bytes it has kept."""
+    leaves = _map(inputs, lambda t: t.clone().requires_grad_(t.is_floating_point() or t.is_complex()))
+    # copies, so that a layer that works in place meets no leaf
+    inputs = _map(leaves, torch.Tensor.clone)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
     kept: dict[int, int] = {}
 
@@ -120,13 +122,13 @@ def _run_once(
     _wait_for(devices)
     forward_s = time.perf_counter() - started
     roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
-    leaves = [tensor for tensor in (*_tensors(inputs), *layer.parameters()) if tensor.requires_grad]
+    wanted = [tensor for tensor in (*_tensors(leaves), *layer.parameters()) if tensor.requires_grad]
     backward_s = 0.0
-    if roots and leaves:
+    if roots and wanted:
         gradients = [torch.ones_like(root) for root in roots]
         _wait_for(devices)
         started = time.perf_counter()
-        torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
         _wait_for(devices)
         backward_s = time.perf_counter() - started
     return outputs, forward_s, backward_s, sum(kept.values())
@@ -180,15 +182,8 @@ def _num_bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
 
 
-def _detached(value: Any) -> Any:
-    """Return fresh leaves with the same values, so that in-place layers and gradients touch nothing else."""
-
-    def fresh(tensor: Tensor) -> Tensor:
-        copy = tensor.detach().clone()
-        # through a view, so that a layer that works in place does not meet a leaf
-        return copy.requires_grad_().view_as(copy) if copy.is_floating_point() or copy.is_complex() else copy
-
-    return tuple(fresh(item) for item in value) if isinstance(value, tuple) else fresh(value)
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    return tuple(function(item) for item in value) if isinstance(value, tuple) else function(value)
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
+from torchgpipe.batchnorm import DeferredBatchNorm
 
 from lightning_parcae.errors import MigrationError
 
@@ -194,9 +195,15 @@ def _saved_value(module: nn.Module, buffer: Tensor) -> Tensor:
 
 
 def _buffers(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor | None]]:
-    """Yield path, owner and value of every buffer, non-persistent and None ones included."""
+    """Yield path, owner and value of every buffer, non-persistent and None ones included.
+
+    Left out are the sums of torchgpipe's deferred batch norm: they are zero between batches, and a layer that another
+    instance has not converted has none.
+    """
     for prefix, module in layer.named_modules():
         for name, buffer in module._buffers.items():
+            if isinstance(module, DeferredBatchNorm) and name in ("sum", "sum_squares"):
+                continue
             yield (f"{prefix}.{name}" if prefix else name), module, buffer
 
 

@@ -31,8 +31,10 @@ Policy = Literal["liveput", "reactive", "fixed"]
 ForecasterName = Literal["auto", "events", "arima", "last_value"]
 
 _SCORED_HORIZON = 12
-# Replayed when a planner takes over: as many as the chooser remembers, and those still open.
-_REPLAYED = 240
+# Scored forecasts that are remembered; a planner that takes over replays as many intervals.
+_SCORES = 240
+# What the job is expected to meet before it has met anything: what was learned from public traces, cut into minutes.
+_PRIOR_INTERVAL_S = 60.0
 _NOISE = 0.02
 _PROFILE_TOLERANCE = 0.05
 _COST_TOLERANCE = 0.2
@@ -55,6 +57,7 @@ class PlannerSettings:
             ``events`` only these, ``last_value`` expects no events; ``arima`` is ``auto`` with ARIMA models.
         horizon_scored: Intervals ahead over which forecasters are compared.
         min_scores: Scored forecasts before a forecaster is trusted.
+        max_scores: Scored forecasts that are remembered.
     """
 
     policy: Policy = "liveput"
@@ -63,6 +66,7 @@ class PlannerSettings:
     forecaster: ForecasterName = "auto"
     horizon_scored: int = _SCORED_HORIZON
     min_scores: int = 60
+    max_scores: int = _SCORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class JobPlanner:
     Args:
         model: What is planned for.
         settings: How.
-        candidates: Forecasters to choose from beside "nothing changes"; with ``auto`` and ``arima`` only.
+        candidates: Forecasters to choose from beside learned rates and "nothing changes"; with ``auto`` and ``arima``.
     """
 
     def __init__(
@@ -140,8 +144,12 @@ class JobPlanner:
     ) -> None:
         self.settings = settings if settings is not None else PlannerSettings()
         self.model = model
-        self._candidates = tuple(candidates) if candidates else (EventRates(),)
-        self._events = EventRates()
+        minutes = self.settings.interval_s / _PRIOR_INTERVAL_S
+        plain = EventRates()
+        self._events = EventRates(
+            prior_intervals=plain.prior_intervals / minutes, prior_rate=min(plain.prior_rate * minutes, 0.5)
+        )
+        self._candidates = (self._events, *candidates)
         self._chooser: ForecastChooser | None = None
         self._chooser_capacity = 0
         self._num_seen = 0
@@ -273,10 +281,10 @@ class JobPlanner:
                 horizon=settings.horizon_scored,
                 capacity=self._capacity,
                 min_scores=settings.min_scores,
-                memory=max(settings.min_scores, _REPLAYED),
+                memory=max(settings.min_scores, settings.max_scores),
             )
             self._chooser_capacity = self._capacity
-            self._num_seen = max(0, len(counts) - _REPLAYED - settings.horizon_scored)
+            self._num_seen = max(0, len(counts) - settings.max_scores - settings.horizon_scored)
             self._choice = None
         for count in counts[self._num_seen :]:
             self._choice = self._chooser.update(count)
@@ -302,14 +310,14 @@ class JobPlanner:
         )
 
     def _completed(self, table: LayoutTable, running: ParallelConfig | None) -> LayoutTable:
-        """Continue a table to more instances than there ever were; nobody waits who could run before."""
-        start = self.model.start_table
-        size = max(len(table), min(len(start), 2 * self._capacity + 9))
+        """Continue a table to more instances than there ever were, and let nobody wait who could run.
+
+        The optimizer may say "wait" where it expects state to be lost; whether it is, is known when it happens.
+        """
+        size = max(len(table), min(len(self.model.start_table), 2 * self._capacity + 9))
         fastest = self._profile.fastest_table(size - 1, keep=running, noise=_PROFILE_TOLERANCE)
-        entries = [*table, *fastest[len(table) :]]
         return tuple(
-            entry if entry is not None else lookup(start, count) if start else None
-            for count, entry in enumerate(entries)
+            table[count] if count < len(table) and table[count] is not None else fastest[count] for count in range(size)
         )
 
 

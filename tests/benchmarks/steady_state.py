@@ -97,7 +97,7 @@ class Contestant:
 
     def cpu_times(self, steps_per_turn: int) -> list[float]:
         """Processor seconds of a step over all processes, by turn."""
-        of_ranks = [result["cpu_s"][1:] for result in self.results()]
+        of_ranks = [[turn[0] + turn[1] for turn in result["usage"][1:]] for result in self.results()]
         return [sum(turn) / steps_per_turn for turn in zip(*of_ranks, strict=True)]
 
     def state(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 import warnings
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from tests.benchmarks.stamps import stamp
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
@@ -74,22 +77,27 @@ class Gate:
         self._go, self._done, self._steps = go, done, steps
         self._count = 0
         self.turns: list[list[float]] = []
-        self.cpu: list[float] = []
+        self.usage: list[list[float]] = []  # of each turn: user and system seconds, page faults
 
     def step_begins(self) -> None:
         if self._count % self._steps == 0:
             if self._count:
                 self.turns[-1].append(time.perf_counter())
-                self.cpu[-1] = time.process_time() - self.cpu[-1]
+                self.usage[-1] = [after - before for before, after in zip(self.usage[-1], _usage(), strict=True)]
                 self._done.release()
             self._go.acquire()
             self.turns.append([])
-            self.cpu.append(time.process_time())
+            self.usage.append(_usage())
         self.turns[-1].append(time.perf_counter())
         self._count += 1
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"turns": self.turns[:-1], "cpu_s": self.cpu[:-1]}))
+        path.write_text(json.dumps({"turns": self.turns[:-1], "usage": self.usage[:-1]}))
+
+
+def _usage() -> list[float]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return [usage.ru_utime, usage.ru_stime, float(usage.ru_minflt)]
 
 
 class GateCallback(Callback):
@@ -210,3 +218,52 @@ def run_pipelining(rank: int, port: int, out: str, gate: tuple[Any, Any, int], s
         out, "pipelining", rank, turn, {str(first + i): v for i, v in enumerate(stage_module.state_dict().values())}
     )
     dist.destroy_process_group()
+
+
+class StampCallback(Callback):
+    """Notes when each step was completed."""
+
+    def __init__(self, out: str) -> None:
+        self._out = out
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        stamp(self._out, "step", step=trainer.global_step, rank=trainer.global_rank)
+
+
+def _stamping_trainer(shape: dict[str, int], out: str, callbacks: list[Callback], **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        max_steps=shape["steps"],
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+        callbacks=[*callbacks, StampCallback(out)],
+        **options,
+    )
+
+
+def run_elastic_parcae(name: str, out: str, shape: dict[str, int], strategy: dict[str, Any]) -> None:
+    """One instance of ours in a job that loses some."""
+    from lightning_parcae import ParcaeStrategy
+
+    _begin()
+    module = Encoder(nn.Sequential(*make_layers(shape["layers"], shape["width"])))
+    trainer = _stamping_trainer(
+        shape, out, [], strategy=ParcaeStrategy(**strategy), devices=1, enable_checkpointing=False
+    )
+    trainer.fit(module, _loader(shape))
+
+
+def run_elastic_ddp(out: str, shape_text: str, checkpoint_every: str) -> None:
+    """One worker of torchrun: DDP over all that are there, from the last checkpoint if there is one."""
+    _begin()
+    shape = json.loads(shape_text)
+    world = int(os.environ["WORLD_SIZE"])
+    module = Encoder(nn.Sequential(*make_layers(shape["layers"], shape["width"])))
+    checkpoints = ModelCheckpoint(f"{out}/checkpoints", every_n_train_steps=int(checkpoint_every), save_last=True)
+    trainer = _stamping_trainer(
+        shape, out, [checkpoints], strategy="ddp", devices=1, num_nodes=world, use_distributed_sampler=False
+    )
+    trainer.fit(module, _loader(shape, int(os.environ["RANK"]), world), ckpt_path="last")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import time
@@ -14,7 +15,6 @@ import lightning as L  # noqa: N812
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MetricCollection
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=0.3)
+        self.linear, self.norm = nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16, momentum=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.norm(self.linear(x)))
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 def build_net(norm: str | None, dropout: float) -> nn.Sequential:
     """Return seven to nine layers."""
-    layers: list[nn.Module] = [nn.Linear(8, 16)]
+    layers: list[nn.Module] = [nn.Linear(8, 16, bias=norm is None)]
     if norm == "batch":
         layers.append(nn.BatchNorm1d(16))
     layers += [nn.Tanh(), nn.Linear(16, 16)]
@@ -225,13 +225,6 @@ class CountEpochs(Callback):
         trainer.datamodule.num_epochs += 1  # type: ignore[attr-defined]
 
 
-class SlowCheckpointIO(TorchCheckpointIO):
-    """Writes half of the file, and takes its time: a kill meanwhile must not be seen in the file's place."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
 def fit_classifier(
     name: str,
     out: str,
@@ -288,6 +281,7 @@ def fit_classifier(
         "metrics": {key: float(value) for key, value in fitter.callback_metrics.items()},
         "best": os.path.basename(checkpoint.best_model_path),
         "best_path": checkpoint.best_model_path,
+        "best_paths": sorted(checkpoint.best_k_models),
         "best_k": sorted((os.path.basename(k), float(v)) for k, v in checkpoint.best_k_models.items()),
         "stopped_epoch": 0 if early is None else early.stopped_epoch,
         "global_step": fitter.global_step,
@@ -327,6 +321,7 @@ def evaluate_classifier(name: str, out: str) -> None:
         "predicted": fitter.predict(module, datamodule=source),
     }
     torch.save(result, f"{out}/result-{name}.pt")
+    atexit._run_exitfuncs()  # as at the end of a script, which a forked process does not reach
 
 
 def refuse(name: str, out: str, *, case: str) -> None:

@@ -8,6 +8,7 @@ import lightning
 import torch
 
 import lightning_parcae.strategy
+import tests.integration.feature_scripts
 import tests.integration.scripts
 
 torch.set_num_threads(1)

@@ -43,6 +43,7 @@ class Regressor(L.LightningModule):
     def __init__(self, dtype: torch.dtype, sleep_s: float = 0.0, hurry: str | None = None) -> None:
         super().__init__()
         self.hurry = hurry
+        self.rate = 0.02
         self.diary: str | None = None
         self.objects: set[tuple[int, int]] = set()
         self.net = nn.Sequential(
@@ -82,7 +83,7 @@ class Regressor(L.LightningModule):
                 file.write(json.dumps([*self.steps[-1], time.time()]) + "\n")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate)
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -100,6 +101,7 @@ def fit_regressor(
     num_samples: int = 101,
     batch_size: int = 16,
     log_reads: bool = False,
+    rate: float = 0.02,
 ) -> None:
     """Train, then write what happened to ``<out>/result-<name>.pt``."""
     warnings.filterwarnings("ignore")
@@ -122,7 +124,7 @@ def fit_regressor(
         **(trainer or {}),
     }
     fitter = L.Trainer(
-        strategy=ParcaeStrategy(**strategy),
+        strategy=ParcaeStrategy(**{"policy": "fixed", **strategy}),
         accelerator="cpu",
         devices=1,
         default_root_dir=out,
@@ -131,6 +133,7 @@ def fit_regressor(
         **options,
     )
     module = Regressor(dtype, sleep_s, hurry=f"{out}/hurry")
+    module.rate = rate
     module.diary = f"{out}/steps-{name}.jsonl"
     before = {id(p) for p in module.parameters()}
     train = DataLoader(
@@ -148,6 +151,7 @@ def fit_regressor(
             "pid": os.getpid(),
             "same_parameters": before == {id(p) for p in module.parameters()},
             "num_objects": len(module.objects),
+            "moments": [state["exp_avg"] for state in fitter.optimizers[0].state_dict()["state"].values()],
             "log_dir": str(fitter.loggers[0].log_dir),
         },
         f"{out}/result-{name}.pt",

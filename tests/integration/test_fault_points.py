@@ -139,7 +139,8 @@ class Ordeal:
         self.add()
         self.strike(name, point, "newcomer")
         settle(self.job)
-        assert self.layout()["generation"] == generation
+        if point != "ready":  # then it may have been planned in already
+            assert self.layout()["generation"] == generation
 
     def leaving(self, point: str) -> None:
         """Kill an instance while it hands over after a notice."""
@@ -213,7 +214,6 @@ def test_points_of_a_reconfiguration(start: Any, reference: dict[str, Any]) -> N
     ordeal.during_repair("acknowledge", "rank 0")
     ordeal.during_repair("transfer", "first")
     ordeal.during_repair("formation", "last")
-    ordeal.during_repair("settle", "rank 0")
     ordeal.during_join("acknowledge", "joiner")
     ordeal.during_join("transfer", "joiner", "stop")
     ordeal.during_join("formation", "joiner")
@@ -223,6 +223,7 @@ def test_points_of_a_reconfiguration(start: Any, reference: dict[str, Any]) -> N
 
 def test_donors_and_newcomers(start: Any, reference: dict[str, Any]) -> None:
     ordeal = start((3, 1))
+    ordeal.during_repair("settle", "rank 0")
     for point in ("acknowledge", "transfer", "formation", "settle"):
         ordeal.during_join(point, "donor")
     for point in ("set_up", "warm_up", "ready"):
