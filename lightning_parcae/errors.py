@@ -20,7 +20,16 @@ class FencedError(MembershipError):
 
 
 class JobFailedError(ParcaeError):
-    """The job ended because another instance failed; the message carries that instance's traceback."""
+    """The job ended because another instance failed; the message carries that instance's traceback.
+
+    Args:
+        message: What happened, and what to do.
+        exit_code: What the script should end with; ``parcae run`` sees to it.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class MigrationError(ParcaeError):

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, Literal, Protocol
 
 from lightning_parcae.control.history import HISTORY_KEY
-from lightning_parcae.control.messages import Plan
+from lightning_parcae.control.messages import Event, Plan
 from lightning_parcae.errors import JobFailedError, MembershipError, PlanError
 from lightning_parcae.planning.job_history import JobHistory
 from lightning_parcae.planning.job_planner import Decision, JobPlanner
@@ -47,7 +47,7 @@ class ControlLink(Protocol):
     ) -> Any:
         """Ask the coordinator."""
 
-    def send(self, message: Plan) -> None:
+    def send(self, message: Plan | Event) -> None:
         """Tell the coordinator; never waits."""
 
 
@@ -130,6 +130,7 @@ class Planner:
         self._last_thread: threading.Thread | None = None  # told to stop, perhaps still busy
         self._failure: Exception | None = None
         self._metrics: dict[str, float] = {}
+        self._has_spoken = False  # whether the timeline knows that this instance plans
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -152,7 +153,7 @@ class Planner:
         if not is_zero or not self._is_on:
             self.stop()
         elif self._thread is None:
-            self._stopping = threading.Event()
+            self._stopping, self._has_spoken = threading.Event(), False
             arguments = (self._stopping, self._last_thread)
             self._thread = threading.Thread(target=self._run, args=arguments, name="parcae-planner", daemon=True)
             self._thread.start()
@@ -226,10 +227,17 @@ class Planner:
                 "parcae/forecast_skill": decision.skill,
                 "parcae/plan_s": seconds,
             }
+            if not self._has_spoken:
+                self._has_spoken = True
+                self._link.send(Event("planner", self._describe(decision)))
             self._announce(decision, history, seconds)
         since = history.started_at if history.started_at is not None else history.now
         # a little later than the interval's beginning, so that the next question falls into it
         return self._interval_s - (history.now - since) % self._interval_s + 1e-3
+
+    def _describe(self, decision: Decision) -> dict[str, Any]:
+        settings = self._job.settings
+        return {"policy": settings.policy, "interval_s": settings.interval_s, "intervals": decision.num_intervals}
 
     def _announce(self, decision: Decision, history: JobHistory, seconds: float) -> None:
         pairs = table_to_json(decision.table)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +27,7 @@ _OPTIMIZERS = {
 }
 
 
-def refuse_settings(module: pl.LightningModule, precision: Precision) -> None:
+def refuse_settings(module: pl.LightningModule, precision: Precision, *, syncs_batch_norm: bool = False) -> None:
     """Refuse what does not fit the step protocol, whatever the model.
 
     Raises:
@@ -36,6 +37,11 @@ def refuse_settings(module: pl.LightningModule, precision: Precision) -> None:
         raise MisconfigurationException(
             f"{type(module).__name__} uses manual optimization, whose backward calls cannot be pipelined. "
             "Remove `self.automatic_optimization = False` and return the loss from training_step"
+        )
+    if syncs_batch_norm:
+        raise MisconfigurationException(
+            "sync_batchnorm=True is for strategies that do not cut batches. Leave it out and choose "
+            "ParcaeStrategy(batch_norm='deferred'), whose running statistics are those of the whole batch"
         )
     callbacks: Sequence[Any] = module.trainer.callbacks if module._trainer is not None else ()  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -95,11 +101,24 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
                     f"{type(optimizer).__name__} cannot be used with ParcaeStrategy: {_OPTIMIZERS[kind.__name__]}. "
                     "Use SGD, Adam, AdamW or another optimizer that updates each parameter by itself"
                 )
-    if len(optimizers) != 1:
+
+
+@contextmanager
+def one_optimizer() -> Iterator[None]:
+    """Say what to do where Lightning would advise manual optimization, which is refused as well.
+
+    Raises:
+        MisconfigurationException: If there are several optimizers.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
         raise MisconfigurationException(
-            f"ParcaeStrategy trains with one optimizer, but configure_optimizers returned {len(optimizers)}; "
-            "give one optimizer several parameter groups instead"
-        )
+            "ParcaeStrategy trains with one optimizer, but configure_optimizers returned several; give one optimizer "
+            "several parameter groups instead"
+        ) from error
 
 
 def refuse_loaders(trainer: pl.Trainer) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 
 import lightning_parcae  # noqa: F401  registers the strategy
+from lightning_parcae.errors import JobFailedError
 
 
 def main() -> None:
@@ -21,12 +23,16 @@ def main() -> None:
     if not arguments:
         sys.exit("usage: python -m lightning_parcae.run_script (SCRIPT | -m MODULE) [ARGUMENT...]")
     sys.argv = list(arguments)
-    if is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+    try:
+        if is_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except JobFailedError as error:
+        traceback.print_exc()
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ from lightning_parcae.planning.job_profile import Limits
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.policy import most_instances_table
 from lightning_parcae.profiling import build_planner
-from lightning_parcae.refusals import refuse_loaders, refuse_model, refuse_optimizers, refuse_settings
+from lightning_parcae.refusals import one_optimizer, refuse_loaders, refuse_model, refuse_optimizers, refuse_settings
 from lightning_parcae.run_logs import RunLogs
 from lightning_parcae.sharding.ledger import CommitRecord
 from lightning_parcae.testing import reach, reached_step
@@ -351,7 +351,7 @@ class ParcaeStrategy(ParallelStrategy):
         Raises:
             MisconfigurationException: With the reason and the change to make.
         """
-        refuse_settings(module, self.precision_plugin)
+        refuse_settings(module, self.precision_plugin, syncs_batch_norm=self._layer_sync is not None)
         self._pipeline_path = refuse_model(
             module,
             self._pipeline_module,
@@ -372,7 +372,8 @@ class ParcaeStrategy(ParallelStrategy):
         if fitting:
             self.check_module(module)
             self._install_pipeline(module)
-        super().setup(trainer)
+        with one_optimizer():
+            super().setup(trainer)
         if fitting:
             refuse_optimizers(self.optimizers)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_parcae.control.history import HISTORY_KEY, AvailabilityHistory
-from lightning_parcae.control.messages import Plan, decode, encode
+from lightning_parcae.control.messages import Event, Plan, decode, encode
 from lightning_parcae.errors import MembershipError, PlanError
 from lightning_parcae.planner import MIN_STEPS, Planner, StepTimes
 from lightning_parcae.planning.job_history import JobHistory, PastReconfiguration
@@ -33,6 +33,7 @@ class FakeAgent:
         self.history = AvailabilityHistory()
         self.num_asked = 0
         self.plans: list[Plan] = []
+        self.events: list[Event] = []
         self.error: Exception | None = None
         self.table: list[list[int] | None] = []
         for index in range(4):
@@ -49,8 +50,11 @@ class FakeAgent:
         state = {"phase": "running", "config": [2, 2], "table": self.table}
         return json.loads(json.dumps({**self.history.describe(1.0 + time.monotonic() - self._began), **state}))
 
-    def send(self, message: Plan) -> None:
+    def send(self, message: Plan | Event) -> None:
         assert decode(encode(message)) == message
+        if isinstance(message, Event):
+            self.events.append(message)
+            return
         self.table = [None if entry is None else list(entry) for entry in message.table]
         self.plans.append(message)
 
@@ -101,6 +105,7 @@ def test_plans_each_interval_and_sends_only_what_differs(started: list[Planner],
     wait_until(lambda: agent.num_asked >= asked + 3, "three intervals more")
     assert time.monotonic() - now > 1.9 * INTERVAL_S
     assert len(agent.plans) == 1  # the same again
+    assert [event.name for event in agent.events] == ["planner"]
     plan = agent.plans[0]
     assert plan.details["num_instances"] == 4 and plan.details["forecast"]["intervals"] >= 2
     assert plan.details["config"] == list(plan.table[4] or ())

@@ -300,7 +300,7 @@ class Agent:
         if self._fenced is not None:
             raise FencedError(self._fenced)
         if self._stop is not None and not self._stop.graceful:
-            raise JobFailedError(_describe(self._stop))
+            raise JobFailedError(_describe(self._stop), self._stop.exit_code)
         if self._error is not None:
             raise MembershipError(f"the connection to the coordinator at {self._address} is lost: {self._error}") from (
                 self._error

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_parcae.availability.backtest import Choice, ForecastChooser
 from lightning_parcae.availability.forecast import NOTHING, EventLaw, EventRates, Forecast, Forecaster
 from lightning_parcae.planning.cost import MeasuredCost
@@ -36,6 +39,8 @@ _SCORES = 240
 # What the job is expected to meet before it has met anything: what was learned from public traces, cut into minutes.
 _PRIOR_INTERVAL_S = 60.0
 _NOISE = 0.02
+# Replicas that save the state may cost much speed, so that slower configurations matter than where all is replicated.
+_PRUNE_BELOW = 0.5
 _PROFILE_TOLERANCE = 0.05
 _COST_TOLERANCE = 0.2
 _LARGE_BYTES = 1 << 20
@@ -198,7 +203,9 @@ class JobPlanner:
                 capacity=self._capacity,
                 interval_s=settings.interval_s,
                 horizon=settings.horizon,
+                prune_below=_PRUNE_BELOW,
                 noise=_NOISE,
+                late_at_best=True,
             )
         plan = self._optimizer.plan(situation_of(history, settings.interval_s), laws, stays=stays)
         table = self._completed(plan.table, running)
@@ -338,6 +345,18 @@ def situation_of(history: JobHistory, interval_s: float) -> Situation:
     return Situation(num_instances=now, running=Running(config), known=steps)
 
 
+@dataclass(frozen=True)
+class _RunningCost(MeasuredCost):
+    """Costs in a job that has begun: starting from nothing is coming back from a loss of state.
+
+    Else waiting for one interval would be the cheapest way back from it.
+    """
+
+    def initial(self, configs: tuple[ParallelConfig, ...]) -> NDArray[np.float64]:
+        """See :class:`MeasuredCost`."""
+        return MeasuredCost.initial(self, configs) + self.rollback_s
+
+
 def measured_cost(default: MeasuredCost, history: JobHistory, *, step_s: float, redo_s: float) -> MeasuredCost:
     """Return a cost model with the terms that the job's own reconfigurations suggest.
 
@@ -357,7 +376,7 @@ def measured_cost(default: MeasuredCost, history: JobHistory, *, step_s: float, 
         _bytes_each(past) / max(past.pause_s - fixed_s, 1e-3) for past in pasts if _bytes_each(past) >= _LARGE_BYTES
     ]
     num_lost = history.num_announced + history.num_unannounced
-    return MeasuredCost(
+    return _RunningCost(
         layer_bytes=default.layer_bytes,
         boundaries=default.boundaries,
         detection_s=median([default.detection_s, *noticed_s]) + step_s,

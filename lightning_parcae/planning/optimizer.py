@@ -93,6 +93,9 @@ class LiveputOptimizer:
         window: How far from the present number of instances is looked, where the capacity is large.
         prune_below: Configurations slower than this share of the best of their size are not looked at.
         noise: Gains below this share of an interval's training are no reason to change.
+        late_at_best: What of a pause exceeds an interval is charged at the rate of the fastest configuration for the
+            instances there are, not of the one that is chosen: without it, slow ones are taken where long pauses are
+            certain, because they miss less.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class LiveputOptimizer:
         window: int = 12,
         prune_below: float = 0.85,
         noise: float = 1e-3,
+        late_at_best: bool = False,
     ) -> None:
         if capacity < 0 or interval_s <= 0 or sweeps < 0 or window < 1 or (horizon is not None and horizon < 1):
             raise ValueError(
@@ -122,6 +126,7 @@ class LiveputOptimizer:
         self._window = window
         self._prune_below = prune_below
         self._noise = noise
+        self._late_at_best = late_at_best
         self._spaces: dict[tuple[int, int, ParallelConfig | None], ConfigSpace] = {}
         self._fastest: list[ParallelConfig | None] = []
 
@@ -142,7 +147,7 @@ class LiveputOptimizer:
         ahead, tail, sweeps = self._ahead(situation, laws, stays)
         low, high = self._range(now, situation)
         space = self._space(low, high, situation.running.config)
-        value = _Value(space, low, high, self._capacity, self._interval_s)
+        value = _Value(space, low, high, self._capacity, self._interval_s, self._late_at_best)
         values = np.zeros((high - low + 1, len(space)))
         if sweeps:
             step = value.step(tail)
@@ -159,7 +164,7 @@ class LiveputOptimizer:
         pauses = value.pauses_s(before, situation.num_lost)[old]
         left = situation.running.remaining_s
         total = np.where(pauses > 0, pauses + (space.overlap_s if left > 0 else 0.0), left)
-        worth = self._worth(space, total, values[now - low], now)
+        worth = self._worth(value, total, values[now - low], now)
         chosen = self._choose(space, worth, old)
         expected_lost = sum(law.expected_lost for law in ahead) + tail.expected_lost * min(sweeps, 10 - len(ahead))
         span = 1 + len(ahead) + sweeps
@@ -220,9 +225,8 @@ class LiveputOptimizer:
                     self._spaces.setdefault((low, high, None), space)
         return self._spaces[key]
 
-    def _worth(self, space: ConfigSpace, pauses: Floats, later: Floats, num_instances: int) -> Floats:
-        worth = space.rates * (self._interval_s - pauses) + later
-        return np.where(space.sizes <= num_instances, worth, -np.inf)
+    def _worth(self, value: _Value, pauses: Floats, later: Floats, num_instances: int) -> Floats:
+        return value.trained(pauses, num_instances) + later
 
     def _choose(self, space: ConfigSpace, worth: Floats, old: int) -> int:
         best = int(worth.argmax())
@@ -234,7 +238,7 @@ class LiveputOptimizer:
         table = list(self._fastest_table(max(self._capacity, now)))
         for count in range(low, low + len(values)):
             pauses = value.pauses_s(now, max(now - count, 0))[chosen]
-            worth = self._worth(space, pauses, values[count - low], count)
+            worth = self._worth(value, pauses, values[count - low], count)
             table[count] = space.configs[self._choose(space, worth, chosen)]
         table[now] = space.configs[chosen]
         return tuple(table)
@@ -298,14 +302,28 @@ class _Value:
         high: Most instances looked at.
         capacity: Most instances there can be.
         interval_s: Length of an interval.
+        late_at_best: See :class:`LiveputOptimizer`.
     """
 
-    def __init__(self, space: ConfigSpace, low: int, high: int, capacity: int, interval_s: float) -> None:
+    def __init__(
+        self, space: ConfigSpace, low: int, high: int, capacity: int, interval_s: float, late_at_best: bool
+    ) -> None:
         self._space = space
         self._low = low
         self._high = high
         self._capacity = capacity
         self._interval_s = interval_s
+        self._late_at_best = late_at_best
+
+    def trained(self, pauses: Floats, num_instances: int) -> Floats:
+        """Return what an interval trains after each pause, shape of ``pauses``; minus infinity what does not fit."""
+        space = self._space
+        left = self._interval_s - pauses
+        gains = space.rates * left
+        if self._late_at_best:
+            best = space.rates[space.fastest(num_instances)]
+            gains = np.where((left < 0) & (space.rates > 0), best * left, gains)
+        return np.where(space.sizes <= num_instances, gains, -np.inf)
 
     def pauses_s(self, num_instances: int, num_lost: int) -> Floats:
         """Return the expected pauses, shape ``(S, S)``."""
@@ -327,11 +345,9 @@ class _Value:
         mix = np.zeros((self._high - self._low + 1, len(moves)))
         for row, move, chance in weights:
             mix[row, move] += chance
-        rates, sizes = self._space.rates, self._space.sizes
         gains = np.empty((len(moves), len(self._space), len(self._space)))
         for (count, lost, after), move in moves.items():
-            pauses = self.pauses_s(max(count, 0), lost)
-            gains[move] = np.where(sizes <= after, rates * (self._interval_s - pauses), -np.inf)
+            gains[move] = self.trained(self.pauses_s(max(count, 0), lost), after)
         after_rows = np.array([after - self._low for _, _, after in moves], dtype=np.int64)
         return _Step(gains, mix, after_rows)
 

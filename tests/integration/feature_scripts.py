@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_parcae import ParcaeStrategy
+from lightning_parcae import ParcaeStrategy, membership
 
 CLASSES = 3
 
@@ -131,6 +131,9 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.num_calls += 1
+        fail_at = self.hparams["fail_at"]
+        if fail_at and os.environ.get("PARCAE_INSTANCE") == fail_at[0] and self.global_step >= fail_at[1]:
+            raise ValueError("the user's own mistake")
         loss, logits, y = self.loss_of(batch)
         self.losses.append(float(loss.detach()))
         self.train_accuracy(logits, y)
@@ -139,9 +142,6 @@ class Classifier(L.LightningModule):
         self.log("largest", logits.detach().max(), on_step=False, on_epoch=True, reduce_fx="max")
         self.log("smallest", logits.detach().min(), on_step=False, on_epoch=True, reduce_fx="min")
         self.log("samples", float(len(y)), on_step=False, on_epoch=True, reduce_fx="sum")
-        fail_at = self.hparams["fail_at"]
-        if fail_at and os.environ.get("PARCAE_INSTANCE") == fail_at[0] and self.global_step >= fail_at[1]:
-            raise ValueError("the user's own mistake")
         return {"loss": loss, "note": "anything"}
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -337,14 +337,18 @@ def refuse(name: str, out: str, *, case: str) -> None:
         loader = DataLoader(Unsized(), batch_size=4)
     elif case == "fallback":
         strategy["fallback_dir"] = "/proc/nowhere/checkpoints"
-    elif case == "other_shape" and name == "i1":
-        module.net[-1] = nn.Linear(16, CLASSES, bias=False)  # type: ignore[index,operator]
+    elif name == "odd" and case == "other_shape":
+        module.net[-1] = nn.Linear(16, CLASSES, bias=False)
+    elif name == "odd" and case == "other_version":
+        membership._versions = lambda: {"lightning_parcae": "0.0.1", "lightning": "0.0.1", "torch": "0.0.1"}
+    if case.startswith("other"):
+        module.hparams["sleep_s"] = 0.2
     Path(out).mkdir(exist_ok=True)
     L.Trainer(
         strategy=ParcaeStrategy(**strategy),
         accelerator="cpu",
         devices=1,
-        max_epochs=1,
+        max_epochs=6 if case.startswith("other") else 1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

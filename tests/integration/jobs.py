@@ -62,6 +62,9 @@ def _run_instance(
     from lightning_parcae import testing
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # a daemon of the test's process, so that it ends with it; but it may have loader workers
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)  # as in any process on Linux
     testing._faults = testing._read()  # read again: the server process was started without
     if testing._faults is None:
         testing._faults = _ArmedFaults(Path(log_path).with_suffix(".faults"))
@@ -70,9 +73,9 @@ def _run_instance(
         target(**kwargs)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        code = 1
+        code = getattr(error, "exit_code", 1)  # as run_script does
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # as at the end of a script, but without the fork server's own clean-up

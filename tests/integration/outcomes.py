@@ -47,8 +47,15 @@ def results(job: Job) -> dict[str, dict[str, Any]]:
     return {path.stem[7:]: load_result(job.run_dir, path.stem[7:]) for path in job.run_dir.glob("result-*.pt")}
 
 
-def assert_same(job: Job, reference: dict[str, Any], tolerance: float, *, relative: float = 0.0) -> dict[str, Any]:
+def assert_same(job: Job, reference: dict[str, Any], tolerance: float, *, relative: float = 0.0, num_starts: int = 1) -> dict[str, Any]:
     """Compare losses, learning rates, parameters and metrics of every instance with the reference.
+
+    Args:
+        job: A job that has ended.
+        reference: What :func:`train_alone` returned.
+        tolerance: Largest difference.
+        relative: Part of a loss by which it may differ further.
+        num_starts: How often ``fit`` may have been set up in one process: again after each return to a checkpoint.
 
     Returns:
         The largest differences.
@@ -76,7 +83,7 @@ def assert_same(job: Job, reference: dict[str, Any], tolerance: float, *, relati
         assert (result["global_step"], result["epoch"]) == (reference["global_step"], reference["epoch"]), name
         assert result["best"] == reference["best"], name
         assert result["same_parameters"], f"{name} got other Parameter objects"
-        assert result["num_objects"] <= 1, f"{name} got another module or optimizer"
+        assert result["num_objects"] <= num_starts, f"{name} got another module or optimizer"
         assert result["pid"] == job.pids[name], f"{name} was started again"
     assert not set(wanted) - seen, f"steps nobody has seen: {sorted(set(wanted) - seen)[:5]}"
     assert max(largest.values()) <= tolerance, f"{largest}\n{job.report()}"

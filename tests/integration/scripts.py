@@ -151,7 +151,7 @@ def fit_regressor(
             "pid": os.getpid(),
             "same_parameters": before == {id(p) for p in module.parameters()},
             "num_objects": len(module.objects),
-            "moments": [state["exp_avg"] for state in fitter.optimizers[0].state_dict()["state"].values()],
+            "moments": {i: s["exp_avg"] for i, s in fitter.optimizers[0].state_dict()["state"].items()},
             "log_dir": str(fitter.loggers[0].log_dir),
         },
         f"{out}/result-{name}.pt",

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(280)
 
 NUM_SAMPLES = 101
 EPOCHS = 14
-# 26 batches an epoch; the last one has a single sample, so that one of two pipelines has nothing to do
-SCRIPT = {"num_samples": NUM_SAMPLES, "batch_size": 4, "trainer": {"max_epochs": EPOCHS}}
+# 11 batches an epoch; the last one has a single sample, so that one of two pipelines has nothing to do
+SCRIPT = {"num_samples": NUM_SAMPLES, "batch_size": 10, "trainer": {"max_epochs": EPOCHS}}
 
 fired: dict[str, set[str]] = {point: set() for point in POINTS}
 """Roles in which each point has struck, over all tests of this file."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -191,7 +190,7 @@ def test_checkpoints_load_without_the_package(two_by_two: tuple[Path, dict[str, 
     )
     earlier = min(paths, key=lambda path: torch.load(path, weights_only=False)["global_step"])
     trainer.fit(Classifier(), datamodule=Data(), ckpt_path=earlier, weights_only=False)
-    assert trainer.global_step == checkpoint["global_step"]
+    assert trainer.global_step == solo["global_step"]
 
 
 def test_no_half_written_checkpoint_is_left(two_by_two: tuple[Path, dict[str, Any]]) -> None:
@@ -362,8 +361,8 @@ def test_a_mistake_in_training_step_ends_the_job_with_its_traceback(tmp_path: Pa
     assert "ValueError: the user's own mistake" in stopped["reason"]
     logs = {name: (tmp_path / f"{name}.log").read_text() for name in ("i0", "i1", "i2", "i3")}
     assert logs["i1"].count('raise ValueError("the user\'s own mistake")') == 1
-    assert all("raise ValueError" not in logs[name] for name in ("i0", "i2", "i3"))
-    assert all("the user's own mistake" in log for log in logs.values())
+    for name in ("i0", "i2", "i3"):  # they say why they end: with the traceback of the one that failed
+        assert "JobFailedError" in logs[name] and logs[name].count("ValueError: the user's own mistake") <= 2
 
 
 @pytest.mark.parametrize(
@@ -371,7 +370,7 @@ def test_a_mistake_in_training_step_ends_the_job_with_its_traceback(tmp_path: Pa
     [
         ("two_calls", "called the pipelined module 2 times"),
         ("no_length", "iterable dataset without a length"),
-        ("fallback", "fallback_dir"),
+        ("fallback", "/proc/nowhere"),
     ],
 )
 def test_refusals_end_every_instance_before_the_first_step(tmp_path: Path, case: str, message: str) -> None:
@@ -383,13 +382,13 @@ def test_refusals_end_every_instance_before_the_first_step(tmp_path: Path, case:
     assert message in text
 
 
-@pytest.mark.parametrize("case", ["other_shape", "other_version"])
-def test_instances_that_do_not_fit_are_refused(tmp_path: Path, case: str) -> None:
-    job = Job(tmp_path, refuse, {"out": str(tmp_path), "case": case}, expected=3)
+@pytest.mark.parametrize(
+    ("case", "message", "code"), [("other_shape", "fingerprint", 5), ("other_version", "0.0.1", 1)]
+)
+def test_an_instance_that_does_not_fit_is_refused_alone(tmp_path: Path, case: str, message: str, code: int) -> None:
+    job = Job(tmp_path, refuse, {"out": str(tmp_path), "case": case}, expected=2)
     with running(job):
-        if case == "other_version":
-            job.add("odd", PARCAE_TEST_VERSION="0.0.1")
-        codes = job.join(40)
-        odd = "i1" if case == "other_shape" else "odd"
-        assert codes.pop(odd) == 1, job.report()
-        assert os.path.exists(tmp_path / f"{odd}.log")
+        job.wait_for_event("formed")
+        job.add("odd")
+        assert job.join(40) == {"i0": 0, "i1": 0, "odd": code}, job.report()
+    assert message in (tmp_path / "odd.log").read_text()

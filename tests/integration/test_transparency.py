@@ -143,7 +143,7 @@ def test_lost_state_comes_back_from_the_fallback(tmp_path: Path, reference: dict
         # the last step may have been committed by the one that died alone
         assert gone_back["step"] - restored["step"] == restored["steps_lost"] >= 12 - restored["step"]
         assert "steps are lost" in (job.run_dir / "coordinator.log").read_text()
-        assert_same(job, reference, 0.0)
+        assert_same(job, reference, 0.0, num_starts=2)
         assert_exactly_once(job, NUM_SAMPLES, EPOCHS)
 
 
@@ -185,7 +185,7 @@ def test_each_step_in_single_precision(tmp_path: Path) -> None:
             for entry in entries:
                 assert entry[3] == pytest.approx(wanted[key], rel=1e-5)
         for result in results(job).values():
-            for found, moment in zip(result["moments"], reference["moments"], strict=True):
-                assert float((found - moment).norm()) <= 1e-5 * float(moment.norm())
+            for index, moment in reference["moments"].items():
+                assert float((result["moments"][index] - moment).norm()) <= 1e-5 * float(moment.norm())
             for name, value in reference["state_dict"].items():
                 assert torch.equal(result["state_dict"][name], value)

@@ -1,0 +1,182 @@
+"""The planner in jobs of real processes: plans ahead of events, moves with rank 0, and keeps every promise."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_parcae.planning.parallel_config import ParallelConfig
+from lightning_parcae.planning.profile import ThroughputProfile
+from tests.integration.jobs import Job, running
+from tests.integration.outcomes import assert_exactly_once, assert_same, settle, train_alone
+from tests.integration.planner_scripts import SCHEDULE, fit_with_oracle
+from tests.integration.scripts import fit_regressor
+
+pytestmark = pytest.mark.timeout(180)
+
+EPOCHS = 60
+NUM_SAMPLES = 64
+TRAINER = {"max_epochs": EPOCHS, "check_val_every_n_epoch": 20}
+SCRIPT: dict[str, Any] = {"num_samples": NUM_SAMPLES, "batch_size": 16, "trainer": TRAINER}
+# Given, so that the plans do not depend on how busy the machine is.
+SHALLOW = {(1, 2): 50.0, (1, 3): 60.0, (1, 4): 90.0, (2, 2): 100.0, (1, 5): 85.0}
+DEEP = {(1, 2): 50.0, (1, 3): 80.0, (1, 4): 110.0, (2, 2): 90.0}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train_alone(tmp_path_factory.mktemp("reference"), fit_regressor, **SCRIPT)
+
+
+def make_job(
+    out: Path,
+    count: int,
+    rates: dict[tuple[int, int], float],
+    *,
+    script: Callable[..., None] = fit_regressor,
+    epochs: int = EPOCHS,
+    **strategy: Any,
+) -> Job:
+    out.mkdir(parents=True, exist_ok=True)
+    profile = ThroughputProfile("given", {ParallelConfig(*config): rate for config, rate in rates.items()})
+    path = out / "given.json"
+    path.write_text(json.dumps(profile.to_json()))
+    given = {"min_stages": 2, "failure_timeout": 4, "policy": "liveput", "interval": 1.0, "profile": str(path)}
+    options = {**given, **strategy}
+    trainer = {"trainer": {**TRAINER, "max_epochs": epochs}}
+    kwargs = {**SCRIPT, **trainer, "out": str(out), "strategy": options, "sleep_s": 0.1}
+    return Job(out, script, kwargs, expected=count)
+
+
+def layout(job: Job) -> dict[str, Any]:
+    layouts = [record["layout"] for record in job.timeline("committed") if record["layout"]]
+    newest: dict[str, Any] = layouts[-1]
+    return newest
+
+
+def placed(job: Job) -> list[str]:
+    return [name for row in layout(job)["grid"] for name in row]
+
+
+def spare(job: Job) -> str:
+    ready = {record["instance"] for record in job.timeline("ready")}
+    gone = {record["instance"] for record in job.timeline("died")}
+    return min(ready - gone - set(placed(job)))
+
+
+def follower(job: Job) -> str:
+    """Return an instance with a place that is not rank 0."""
+    return next(name for name in reversed(placed(job)) if name != job.rank_zero())
+
+
+def finish(job: Job, reference: dict[str, Any] | None, killed: set[str]) -> None:
+    (job.run_dir / "hurry").touch()
+    for name, code in job.join(90.0).items():
+        assert code == (-signal.SIGKILL if name in killed else 0), f"{name} ended with {code}\n{job.report()}"
+    if reference is not None:
+        assert_same(job, reference, 1e-9)
+        assert_exactly_once(job, NUM_SAMPLES, EPOCHS)
+    assert not job.timeline("plan_refused")
+    assert not job.timeline("failed")
+
+
+def test_liveput_plans_ahead_of_a_trace(tmp_path: Path, reference: dict[str, Any]) -> None:
+    job = make_job(tmp_path / "job", 5, SHALLOW)
+    with running(job):
+        # The start takes all five; the plan knows that 2x2 is faster, and keeps one as a spare.
+        job.wait_for_event("plan", timeout_s=90)
+        settle(job, (2, 2), 90.0)
+        (plan,) = job.timeline("plan")
+        assert plan["config"] == [2, 2] and plan["num_instances"] == 5 and plan["instance"] == job.rank_zero()
+        assert plan["forecast"]["by"].startswith("event rates") and plan["liveput"] > 0 and plan["reason"]
+        assert plan["table"][:6] == [None, None, [1, 2], [1, 3], [2, 2], [2, 2]]
+        first, zero = job.timeline("planner")[0], job.rank_zero()
+
+        # Unannounced, and rank 0: the table is used at once, and the next rank 0 plans on from the history.
+        job.kill(zero)
+        job.wait_until(lambda: zero not in layout(job)["order"], 30, "the job goes on without rank 0")
+        settle(job, (2, 2))
+        job.wait_for_event("planner", 2, 30)
+        second = job.timeline("planner")[1]
+        assert second["instance"] == job.rank_zero() != zero
+        assert second["intervals"] > first["intervals"]
+
+        # A joiner stays a spare, as planned; then an announced loss: the layout changes before it.
+        job.add("j1")
+        job.wait_until(lambda: any(r["instance"] == "j1" for r in job.timeline("ready")), 60, "the joiner is ready")
+        warned = follower(job)
+        job.signal(warned, signal.SIGTERM)
+        job.wait_until(lambda: any(r["instance"] == warned for r in job.timeline("left")), 30, f"{warned} has left")
+        left = next(record["time"] for record in job.timeline("left") if record["instance"] == warned)
+        formed = [record for record in job.timeline("formed") if record["time"] < left]
+        assert warned not in layout(job)["order"] and formed[-1]["config"] == [2, 2]
+        notice = job.timeline("notice")[0]["time"]
+        assert plan["time"] < notice < formed[-1]["time"]
+
+        # Unannounced, without a spare: the planned configuration for three.
+        victim = follower(job)
+        job.kill(victim)
+        settle(job, (1, 3))
+        finish(job, reference, {zero, victim})
+
+
+def test_the_layout_changes_before_a_predicted_loss(tmp_path: Path, reference: dict[str, Any]) -> None:
+    interval_s = 1.5
+    job = make_job(tmp_path / "job", 6, DEEP, script=fit_with_oracle, interval=interval_s)
+    with running(job):
+        settle(job, (1, 4), 90.0)  # no losses are expected: deep is faster
+        begin = time.time()
+        kills = [begin + 4 * interval_s, begin + 10 * interval_s]
+        (job.run_dir / SCHEDULE).write_text(json.dumps(kills))
+
+        # The first loss is a spare's; it shows that the forecaster has skill.
+        time.sleep(max(0.0, kills[0] - time.time()))
+        first = spare(job)
+        job.kill(first)
+        job.wait_until(lambda: any(r["instance"] == first for r in job.timeline("died")), 10, "its death is seen")
+        settle(job, (1, 4), 20.0)
+
+        # The second one is not: replicas are there before it comes, without any notice.
+        job.wait_until(
+            lambda: job.timeline("formed")[-1]["config"] == [2, 2], kills[1] - time.time() + 1.0, "2x2 in time"
+        )
+        ready = job.timeline("formed")[-1]["time"]
+        plan = job.timeline("plan")[-1]
+        assert plan["config"] == [2, 2] and plan["forecast"]["by"].startswith("oracle")
+        assert plan["forecast"]["skill"] > 0 and plan["time"] < ready
+        time.sleep(max(0.0, kills[1] - time.time()))
+        second = follower(job)
+        job.kill(second)
+        job.wait_until(lambda: any(r["instance"] == second for r in job.timeline("died")), 10, "its death is seen")
+        died = next(record["time"] for record in job.timeline("died") if record["instance"] == second)
+        assert ready < died and not job.timeline("notice")
+        settle(job, (1, 4), 30.0)  # peace again
+        finish(job, reference, {first, second})
+
+
+def test_reactive_takes_the_fastest_for_who_is_there(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "job", 4, DEEP, policy="reactive", epochs=25)
+    with running(job):
+        settle(job, (1, 4), 90.0)
+        (plan,) = job.timeline("plan")
+        assert plan["config"] == [1, 4] and plan["table"][:5] == [None, None, [1, 2], [1, 3], [1, 4]]
+        assert job.timeline("formed")[0]["config"] == [2, 2]
+        warned = follower(job)
+        job.signal(warned, signal.SIGTERM)
+        settle(job, (1, 3), 30.0)
+        finish(job, None, set())
+
+
+def test_fixed_never_plans(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "job", 4, DEEP, policy="fixed", interval=0.2, epochs=8)
+    with running(job):
+        job.wait_for_step(20, 90.0)
+        finish(job, None, set())
+        assert not job.timeline("plan") and not job.timeline("planner")
+        assert [record["config"] for record in job.timeline("formed")] == [[2, 2]]
