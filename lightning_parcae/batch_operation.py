@@ -768,7 +768,9 @@ def _to_device(tree: Any, device: torch.device) -> Any:
 def seed_everything_local(seed: int, step: int, first_microbatch: int) -> None:
     """Seed the process's generators for the part of a step that runs here."""
     derived = derive_seed(seed, step, first_microbatch) & 0xFFFFFFFF
-    torch.manual_seed(derived)
+    torch.default_generator.manual_seed(derived)  # torch.manual_seed formats the stack for CUDA first: 0.9 ms
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(derived)
     random.seed(derived)
     np.random.seed(derived)
 

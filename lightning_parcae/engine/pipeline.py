@@ -426,6 +426,7 @@ class StagePipeline:
             # torchgpipe's sums are zero between batches: no part of the model's state.
             norm._non_persistent_buffers_set.update(("sum", "sum_squares"))
             # made with the default type: the sums of a model in double precision must not be rounded to less
+            assert norm.running_mean is not None  # torchgpipe replaces only those that keep statistics
             dtype = torch.promote_types(norm.sum.dtype, norm.running_mean.dtype)
             norm.sum, norm.sum_squares = norm.sum.to(dtype), norm.sum_squares.to(dtype)
         self._skip_layout = inspect_skip_layout(gpipe.partitions)
