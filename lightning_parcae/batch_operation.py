@@ -444,7 +444,7 @@ class BatchOperation:
         used = torch.tensor([float(p.grad is not None) for p in parameters])
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         group.all_reduce_sum([*gradients, used])
-        return [(p, g) for p, g, is_used in zip(parameters, gradients, used.tolist()) if is_used]
+        return [(p, g) for p, g, is_used in zip(parameters, gradients, used.tolist(), strict=False) if is_used]
 
     def _norms(self, done: _Attempt) -> dict[str, list[float | None]]:
         assert self._layout is not None and self._place is not None
@@ -788,4 +788,3 @@ def _quiet_rng() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-

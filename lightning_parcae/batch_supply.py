@@ -130,7 +130,7 @@ class BatchSupply:
         assert combined is not None
         if combined._mode != "sequential":
             raise MisconfigurationException(
-                f"the validation loaders are combined with mode={combined._mode!r}, whose batches cannot be shared out; "
+                f"the validation loaders are combined with mode={combined._mode!r}, whose batches cannot be cut; "
                 "return a list of loaders, which are read one after the other"
             )
         loader = combined.flattened[dataloader_idx]

@@ -97,7 +97,9 @@ class Fallback:
         strategy.inject_trainer(self._store.read_tree(checkpoint.identifier, "trainer"))
         modules = strategy.layers
         for index in layers:
-            load_layer(modules[index], strategy.optimizers, self._store.read_layer(checkpoint.identifier, index), copy=False)
+            load_layer(
+                modules[index], strategy.optimizers, self._store.read_layer(checkpoint.identifier, index), copy=False
+            )
         self._last_step, self._last_epoch = checkpoint.step, strategy.trainer.current_epoch
 
 

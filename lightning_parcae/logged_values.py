@@ -32,7 +32,7 @@ class LogRecorder:
         """Record a call of ``self.log(name, value, ...)``."""
         if args:
             positional = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
-            kwargs = {**dict(zip(positional, args)), **kwargs}
+            kwargs = {**dict(zip(positional, args, strict=False)), **kwargs}
         for dropped in ("enable_graph", "sync_dist", "sync_dist_group"):
             kwargs.pop(dropped, None)  # values are combined by the vote, whatever sync_dist says
         reduce_fx = kwargs.get("reduce_fx", "mean")
@@ -53,7 +53,9 @@ class LogRecorder:
             record["dtype"] = str(torch.get_default_dtype())
             record["value"] = float(value)  # type: ignore[arg-type]
         else:
-            raise ValueError(f"self.log({name!r}, ...) needs a number, a tensor or a metric, got {type(value).__name__}")
+            raise ValueError(
+                f"self.log({name!r}, ...) needs a number, a tensor or a metric, got {type(value).__name__}"
+            )
         self.records.append(record)
 
 

@@ -108,8 +108,8 @@ def _refuse_unmergeable(name: str, metric: Metric) -> None:
         how = getattr(metric._reductions[key], "__name__", None)
         if isinstance(default, Tensor) and how not in _MERGEABLE:
             raise MisconfigurationException(
-                f"the metric {name} ({type(metric).__name__}) reduces its state {key!r} in its own way, which cannot be "
-                "followed over pipelines; use a metric whose states have dist_reduce_fx 'sum', 'mean', 'min', 'max' "
+                f"the metric {name} ({type(metric).__name__}) reduces its state {key!r} in its own way, which cannot "
+                "be followed over pipelines; use a metric whose states have dist_reduce_fx 'sum', 'mean', 'min', 'max' "
                 "or 'cat', or compute it in validate() or test(), which run in one process"
             )
 

@@ -35,17 +35,13 @@ from lightning_parcae.batch_supply import BatchSupply
 from lightning_parcae.callback import ParcaeCallback
 from lightning_parcae.control.messages import CheckpointRef, Event, JobSpec
 from lightning_parcae.data import AbsentBatch, ElasticLoader
+from lightning_parcae.data_order import isolated_rng
 from lightning_parcae.engine.groups import Groups
-from lightning_parcae.engine.partition import (
-    PipelinedSequential,
-    fingerprint,
-    layer_costs,
-    parameter_bytes,
-    stage_boundaries,
-)
+from lightning_parcae.engine.partition import PipelinedSequential, layer_costs
 from lightning_parcae.engine.session import JobOver, LeaveJob, RollbackRequired, Session, SoloSession
 from lightning_parcae.environment import ParcaeEnvironment
 from lightning_parcae.fallback import Fallback
+from lightning_parcae.job_description import describe_job
 from lightning_parcae.launcher import InstanceLauncher, SupervisorLauncher
 from lightning_parcae.logged_values import to_tensor
 from lightning_parcae.membership import Membership, connect_membership
@@ -53,7 +49,6 @@ from lightning_parcae.planner import Planner
 from lightning_parcae.planning.job_planner import PlannerSettings
 from lightning_parcae.planning.job_profile import Limits
 from lightning_parcae.planning.layout import Layout
-from lightning_parcae.planning.policy import most_instances_table
 from lightning_parcae.profiling import build_planner
 from lightning_parcae.refusals import one_optimizer, refuse_loaders, refuse_model, refuse_optimizers, refuse_settings
 from lightning_parcae.run_logs import RunLogs
@@ -62,9 +57,6 @@ from lightning_parcae.testing import reach, reached_step
 from lightning_parcae.whole_state import WholeState
 
 log = logging.getLogger(__name__)
-
-MAX_INSTANCES = 1024
-"""Layouts are planned for up to this many instances."""
 
 
 class ParcaeStrategy(ParallelStrategy):
@@ -325,7 +317,10 @@ class ParcaeStrategy(ParallelStrategy):
             self.environment.assign_host_rank(self._membership.welcome.host_rank)
             is_first = self._membership.welcome.leader
             if not fitting:  # the one that shows the results; it may have ended before the others begin
-                is_first = self._membership.agree("evaluator", self._membership.endpoint.name) == self._membership.endpoint.name
+                is_first = (
+                    self._membership.agree("evaluator", self._membership.endpoint.name)
+                    == self._membership.endpoint.name
+                )
             self.environment.assign(0 if is_first else ParcaeEnvironment.NO_RANK, 1)
             atexit.register(self._say_goodbye)  # a script that only evaluates leaves no other way
             reach("set_up")
@@ -466,7 +461,7 @@ class ParcaeStrategy(ParallelStrategy):
         return tensor.unsqueeze(0)
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision  # taken from values that every member has
 
     # ------------------------------------------------------------------ data
@@ -527,51 +522,39 @@ class ParcaeStrategy(ParallelStrategy):
             sample = self._operation.warm_up(self._supply.prepare(loader.sample(), self.trainer))
         finally:
             self.environment.assign(rank, 1)
-        layers = self.layers
-        longest = min(self._max_stages or len(layers), len(layers))
-        costs = layer_costs(self.pipelined, sample if self._balance == "time" else None)
-        pipelines = loader.max_pipelines
-        table = most_instances_table(
-            num_layers=len(layers),
-            max_instances=min(MAX_INSTANCES, pipelines * longest),
-            max_pipelines=pipelines,
+        limits = Limits(
+            num_layers=len(self.layers),
+            max_pipelines=loader.max_pipelines,
             num_stages=self._num_stages,
             num_pipelines=self._num_pipelines,
             min_stages=self._min_stages,
-            max_stages=longest,
+            max_stages=self._max_stages,
         )
-        spec = JobSpec(
-            num_layers=len(layers),
-            layer_bytes=[3 * parameter_bytes(layer) for layer in layers],  # parameters and two moments
-            table=[None if entry is None else (entry.num_pipelines, entry.num_stages) for entry in table],
-            boundaries={stages: list(stage_boundaries(costs, stages)) for stages in range(1, longest + 1)},
-            fingerprint=fingerprint(
-                self.lightning_module,
-                self._pipeline_path,
-                [len(loader), self._micro_batch_size, self._seed],
-            ),
+        with isolated_rng():  # measuring runs dropout layers
+            costs = layer_costs(self.pipelined, sample if self._balance == "time" else None)
+        spec = describe_job(
+            self.lightning_module,
+            self._pipeline_path,
+            self.layers,
+            limits=limits,
+            costs=costs,
+            settings=[len(loader), self._micro_batch_size, self._seed],
             max_step_failures=self._max_step_failures,
             min_instances_timeout_s=self._min_instances_timeout_s,
             has_fallback=self._fallback is not None,
         )
         if self._planner is None and self._planner_settings.policy != "fixed":
-            self._planner = self._build_planner(spec, sample, loader)
+            with isolated_rng():
+                self._planner = self._build_planner(spec, limits, sample, loader)
         return spec, None if self._fallback is None else self._fallback.newest()
 
-    def _build_planner(self, spec: JobSpec, sample: Tensor | None, loader: ElasticLoader) -> Planner:
+    def _build_planner(self, spec: JobSpec, limits: Limits, sample: Tensor | None, loader: ElasticLoader) -> Planner:
         assert self._membership is not None
         planner = build_planner(
             self._membership.agent,
             self._planner_settings,
             spec,
-            Limits(
-                num_layers=len(self.layers),
-                max_pipelines=loader.max_pipelines,
-                num_stages=self._num_stages,
-                num_pipelines=self._num_pipelines,
-                min_stages=self._min_stages,
-                max_stages=self._max_stages,
-            ),
+            limits,
             layers=self.layers,
             sample=sample,
             context=self.precision_plugin.train_step_context,
@@ -815,9 +798,7 @@ class ParcaeStrategy(ParallelStrategy):
         return self._whole_state.complete_optimizer(state, inner) if self._is_member else state
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         if self._is_member:
             assert isinstance(self._session, Session)
             self._whole_state.save(checkpoint, filepath, storage_options, self._session)
@@ -933,4 +914,3 @@ def uses_clipping(trainer: pl.Trainer) -> bool:
     """Whether gradients may be clipped, so that their norms must travel in the vote."""
     module = trainer.lightning_module
     return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
-

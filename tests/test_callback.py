@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L  # noqa: N812
+import lightning.pytorch as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
@@ -21,9 +21,7 @@ LAYOUTS = [
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path), log_every_n_steps=5, enable_progress_bar=False
-    )
+    return L.Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), log_every_n_steps=5, enable_progress_bar=False)
 
 
 def test_generations_pauses_and_replays_are_counted(trainer: L.Trainer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L  # noqa: N812
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn

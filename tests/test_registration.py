@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L  # noqa: N812
+import lightning.pytorch as L
 import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L  # noqa: N812
+import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
@@ -136,9 +136,7 @@ def test_plateau_checkpoints_and_early_stopping_decide_as_in_plain_lightning(tmp
     for name, strategy in (("plain", "auto"), ("ours", ParcaeStrategy(micro_batch_size=8))):
         checkpoint = ModelCheckpoint(tmp_path / name, monitor="loss_epoch", save_top_k=2, save_last=True)
         stopping = EarlyStopping("loss_epoch", patience=0, min_delta=0.5)
-        module, trainer = fit(
-            strategy, callbacks=[checkpoint, stopping], max_epochs=12, enable_checkpointing=True
-        )
+        module, _trainer = fit(strategy, callbacks=[checkpoint, stopping], max_epochs=12, enable_checkpointing=True)
         paths = sorted(path.name for path in (tmp_path / name).iterdir())
         kept.append((paths, Path(checkpoint.best_model_path).name, stopping.stopped_epoch, module.steps))
     assert kept[0] == kept[1]

@@ -70,7 +70,8 @@ class Pending:
                 self._generation.wait_for_sends([self])
                 return self.tensor
             try:
-                self._work.wait()
+                # without a timeout of its own it would end with the one of the formation, in the middle of a long step
+                self._work.wait(self._generation.op_timeout)
             except RuntimeError as error:
                 raise self._generation.broken(error) from error
             self._work = None
@@ -87,15 +88,16 @@ class Pending:
 
 
 class _Dropped:
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         raise RuntimeError("the groups were closed before the operation was complete")
 
 
 class _Generation:
     """What the groups of one generation share: the abort switch and the sockets behind it."""
 
-    def __init__(self, number: int, abort_event: threading.Event | None) -> None:
+    def __init__(self, number: int, abort_event: threading.Event | None, op_timeout_s: float) -> None:
         self.number = number
+        self.op_timeout = timedelta(seconds=op_timeout_s)
         self.endpoints = Endpoints()
         self.connections: list[OpenSocket] = []
         self.is_aborted = False
@@ -178,7 +180,7 @@ class _SendWaiter:
                 for send in sends:
                     work = send._work
                     if work is not None:
-                        work.wait()
+                        work.wait(send._generation.op_timeout)
                         send._work = None
             except RuntimeError as error:
                 done.error = error
@@ -391,7 +393,7 @@ class Groups:
             GenerationBrokenError: If the generation was not formed.
         """
         formation = _Formation(layout, me, store_address, bind_host, timeout_s, op_timeout_s, failure_timeout_s)
-        formation.state = _Generation(layout.generation, abort_event)
+        formation.state = _Generation(layout.generation, abort_event, op_timeout_s)
         if len(layout.order) == 1:
             return cls(formation.state, Group(None, 0, 1, formation.state), None, None)
         # A daemon: gloo can wait for a peer's connection with nothing that would wake it before its timeout.

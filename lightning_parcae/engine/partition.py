@@ -33,7 +33,7 @@ class PipelinedSequential(nn.Sequential):
         """Send calls through ``route``, or run the layers here if None."""
         object.__setattr__(self, "_route", route)
 
-    def forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's name
+    def forward(self, input: Any) -> Any:
         """Run the pipeline on a batch."""
         return self.run_here(input) if self._route is None else self._route(input)
 
@@ -147,6 +147,18 @@ def parameter_bytes(layer: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+class _OnCopies(nn.Module):
+    """Gives a layer copies of its inputs: torchgpipe measures on leaves, which no layer may change in place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: Any) -> Any:
+        copies = tuple(part.clone() for part in value) if isinstance(value, tuple) else value.clone()
+        return self.layer(copies)
+
+
 def layer_costs(layers: nn.Sequential, sample: Tensor | None) -> list[float]:
     """Return a positive cost for each layer: measured seconds if a sample is given, else its size.
 
@@ -155,7 +167,7 @@ def layer_costs(layers: nn.Sequential, sample: Tensor | None) -> list[float]:
         sample: An input of the first layer, or None.
     """
     if sample is not None:
-        times = profile_times(layers, sample, 0.3, sample.device)
+        times = profile_times(nn.Sequential(*map(_OnCopies, layers)), sample, 0.3, sample.device)
         return [max(float(t), 1e-3) for t in times]
     sizes = [float(parameter_bytes(layer)) for layer in layers]
     floor = max(sum(sizes) / len(sizes) / 100, 1.0)

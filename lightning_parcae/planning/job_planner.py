@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -162,6 +162,7 @@ class JobPlanner:
         self._has_warned = False
         self._capacity = 0
         self._measured: dict[ParallelConfig, StepTime] = {}
+        self._link_bytes_per_s: float | None = None  # as state has moved in this job
         self._profile = self._profile_of({})
         self._cost: MeasuredCost | None = None
         self._optimizer: LiveputOptimizer | None = None
@@ -189,13 +190,13 @@ class JobPlanner:
         self._capacity = max(
             self._capacity, max(count for _, count in history.changes), history.num_instances + len(history.warming)
         )
+        cost = self._cost_of(history, measured[running])
+        if self._cost is None or _differ(cost, self._cost):
+            self._cost, self._optimizer = cost, None
         self._take_measurements(measured)
         if settings.policy == "reactive":
             return self._react(history, len(counts))
         laws, stays, choice = self._forecast(counts)
-        cost = self._cost_of(history, measured[running])
-        if self._cost is None or _differ(cost, self._cost):
-            self._cost, self._optimizer = cost, None
         if self._optimizer is None:
             self._optimizer = LiveputOptimizer(
                 self._profile,
@@ -223,14 +224,16 @@ class JobPlanner:
     # --- throughput and costs -----------------------------------------------------------------------------------------
 
     def _profile_of(self, measured: Mapping[ParallelConfig, StepTime]) -> JobProfile:
-        model = self.model
-        return JobProfile(
-            model.profile, model.limits, cuts=model.cuts, measured=measured, num_samples=model.num_samples
-        )
+        model, base = self.model, self.model.profile
+        if isinstance(base, ModelProfile) and self._link_bytes_per_s is not None:
+            base = replace(base, link_bytes_per_s=self._link_bytes_per_s)
+        return JobProfile(base, model.limits, cuts=model.cuts, measured=measured, num_samples=model.num_samples)
 
     def _take_measurements(self, measured: Mapping[ParallelConfig, StepTime]) -> None:
         """Use new measurements where they say something else, so that noise changes nothing."""
         changed = False
+        if self._cost is not None and self._cost.bytes_per_s != self._link_bytes_per_s:
+            self._link_bytes_per_s, changed = self._cost.bytes_per_s, True
         for config, step in measured.items():
             old = self._measured.get(config)
             total = step.work_s + step.other_s

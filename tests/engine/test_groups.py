@@ -403,6 +403,29 @@ def test_a_killed_peer_breaks_a_receive(members: Members) -> None:
 # ------------------------------------------------------------------------------------------------------ in one process
 
 
+def test_a_receive_outlasts_the_timeout_of_the_formation() -> None:
+    layout = Layout(1, (("a", "b"),), ("a", "b"), (0, 1, 2))
+    store = RendezvousStore("127.0.0.1")
+    received = torch.zeros(3)
+
+    def receive() -> None:
+        groups = Groups.form(layout, "b", store.address, timeout_s=2.0)
+        assert groups.pipeline is not None
+        groups.pipeline.recv(received, 0)
+        groups.close()
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    groups = Groups.form(layout, "a", store.address, timeout_s=2.0)
+    assert groups.pipeline is not None
+    time.sleep(2.5)  # a long step on the first stage
+    groups.pipeline.send(torch.ones(3), 1)
+    receiver.join(10)
+    groups.close()
+    store.close()
+    assert torch.equal(received, torch.ones(3))
+
+
 def test_one_member_needs_no_network() -> None:
     layout = Layout(1, (("a",),), ("a",), (0, 3))
     groups = Groups.form(layout, "a", "127.0.0.1:1", "127.0.0.1", 1.0)

@@ -35,7 +35,7 @@ def test_the_outermost_sequential_is_found() -> None:
 
 def test_a_subclass_with_its_own_forward_is_refused() -> None:
     class Residual(nn.Sequential):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             return input + super().forward(input)
 
     module = nn.Module()
@@ -78,7 +78,7 @@ def test_the_replacement_keeps_names_modes_and_values() -> None:
 
 
 def test_costs_are_positive_and_measured_on_request() -> None:
-    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 1))
     by_size = layer_costs(net, None)
     assert by_size[0] > by_size[2] > by_size[1] > 0
     assert all(cost > 0 for cost in layer_costs(net, torch.randn(4, 64)))

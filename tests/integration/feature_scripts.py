@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning as L  # noqa: N812
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -152,8 +152,7 @@ class Classifier(L.LightningModule):
             self.log_dict(self.scores, add_dataloader_idx=False)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        loss, logits, y = self.loss_of(batch)
-        self.log("test_loss", loss)
+        self.log("test_loss", self.loss_of(batch)[0])
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(unpack(batch)[0])
@@ -240,7 +239,7 @@ def fit_classifier(
     evaluate: bool = True,
     weigh_tokens: bool = False,
 ) -> dict[str, Any]:
-    """Train and evaluate; what happened is written to ``<out>/result-<name>.pt``. Without a strategy: plain Lightning."""
+    """Train, evaluate, and write what happened to ``<out>/result-<name>.pt``; without a strategy in plain Lightning."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     if seed is not None:

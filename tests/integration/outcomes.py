@@ -47,7 +47,9 @@ def results(job: Job) -> dict[str, dict[str, Any]]:
     return {path.stem[7:]: load_result(job.run_dir, path.stem[7:]) for path in job.run_dir.glob("result-*.pt")}
 
 
-def assert_same(job: Job, reference: dict[str, Any], tolerance: float, *, relative: float = 0.0, num_starts: int = 1) -> dict[str, Any]:
+def assert_same(
+    job: Job, reference: dict[str, Any], tolerance: float, *, relative: float = 0.0, num_starts: int = 1
+) -> dict[str, Any]:
     """Compare losses, learning rates, parameters and metrics of every instance with the reference.
 
     Args:
@@ -117,7 +119,8 @@ def assert_exactly_once(job: Job, num_samples: int, num_epochs: int) -> Ledger:
         lines = path.read_text().split("\n")
         read |= {json.loads(line)["index"] for line in lines[:-1]}  # a killed reader leaves half a line
     if (job.run_dir / "reads").exists():
-        used = {int(index) for of_step in ledger.commits.values() for record in of_step.values() for index in record.indices}
+        committed = [record for of_step in ledger.commits.values() for record in of_step.values()]
+        used = {int(index) for record in committed for index in record.indices}
         assert used <= read, f"committed but never read: {sorted(used - read)[:5]}"
     return ledger
 
@@ -144,10 +147,14 @@ def pauses(job: Job) -> dict[str, list[float]]:
         if record["event"] == "prepared":
             reason = record["reason"]
             kind = (
-                "notice" if "will be taken away" in reason
-                else "join" if "can run as" in reason
-                else "stop" if "nothing was heard" in reason
-                else "kill" if record["urgent"]
+                "notice"
+                if "will be taken away" in reason
+                else "join"
+                if "can run as" in reason
+                else "stop"
+                if "nothing was heard" in reason
+                else "kill"
+                if record["urgent"]
                 else "other"
             )
             cause[record["generation"]] = kind

@@ -45,5 +45,5 @@ def fit_with_oracle(name: str, out: str, **kwargs: Any) -> None:
         settings = replace(settings, min_scores=4, horizon_scored=2)
         return JobPlanner(model, settings, candidates=(Oracle(Path(out) / SCHEDULE, settings.interval_s),))
 
-    profiling.JobPlanner = build  # type: ignore[attr-defined,misc,assignment]
+    profiling.JobPlanner = build  # type: ignore[attr-defined,assignment]
     fit_regressor(name, out, **kwargs)

@@ -136,9 +136,7 @@ def fit_regressor(
     module.rate = rate
     module.diary = f"{out}/steps-{name}.jsonl"
     before = {id(p) for p in module.parameters()}
-    train = DataLoader(
-        Numbers(num_samples, dtype, reads), batch_size=batch_size, shuffle=True, num_workers=num_workers
-    )
+    train = DataLoader(Numbers(num_samples, dtype, reads), batch_size=batch_size, shuffle=True, num_workers=num_workers)
     fitter.fit(module, train, DataLoader(Numbers(13, dtype), batch_size=8))
     torch.save(
         {

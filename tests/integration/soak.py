@@ -6,6 +6,7 @@ python -m tests.integration.soak --events 100
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -78,7 +79,8 @@ class Soak:
                 + " ".join(f"{value:.2f}" for value in values)
             )
         first, last = self.usage[len(self.usage) // 3], self.usage[-1]
-        lines.append(f"threads {first[0]} -> {last[0]}, files {first[1]} -> {last[1]}, MiB {first[2] >> 20} -> {last[2] >> 20}")
+        memory = f"MiB {first[2] >> 20} -> {last[2] >> 20}"
+        lines.append(f"threads {first[0]} -> {last[0]}, files {first[1]} -> {last[1]}, {memory}")
         lines.append(f"differences {self.differences}")
         return "\n".join(lines)
 
@@ -161,7 +163,7 @@ def _has(job: Job, event: str, name: str) -> bool:
 
 def _stalls(job: Job, happenings: list[Happening]) -> dict[str, list[float]]:
     times = sorted(min(entry[5] for entry in entries) for entries in diaries(job).values())
-    gaps = [(later - earlier, earlier, later) for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [(later - earlier, earlier, later) for earlier, later in itertools.pairwise(times)]
     usual = statistics.median(gap for gap, _, _ in gaps)
     found: dict[str, list[float]] = {}
     for happening in happenings:
@@ -176,7 +178,8 @@ def assert_flat(usage: list[tuple[int, int, int]]) -> None:
     late = usage[-3:]
     for index, allowed in ((0, 3), (1, 8), (2, 48 << 20)):
         before, after = max(row[index] for row in early), min(row[index] for row in late)
-        assert after <= before + allowed, f"{('threads', 'files', 'bytes')[index]} grew from {before} to {after}: {usage}"
+        what = ("threads", "files", "bytes")[index]
+        assert after <= before + allowed, f"{what} grew from {before} to {after}: {usage}"
 
 
 def main() -> None:

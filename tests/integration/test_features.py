@@ -8,11 +8,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import lightning as L  # noqa: N812
+import lightning as L
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.integration import jobs
 from tests.integration.feature_scripts import (
     Classifier,
     Data,
@@ -22,13 +23,22 @@ from tests.integration.feature_scripts import (
     refuse,
     unpack,
 )
-from tests.integration.jobs import Job, running
+from tests.integration.jobs import running
 
 pytestmark = [
     pytest.mark.timeout(150),
     # Lightning and torchmetrics on small runs
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+class Job(jobs.Job):
+    """A job whose instances come in the order of their names: the first is rank 0."""
+
+    def add(self, name: str, **environment: str) -> None:
+        super().add(name, **environment)
+        self.wait_for_event("connected", len(self.processes))
+
 
 EXACT = ("data_epochs", "epoch", "global_step", "stopped_epoch")
 
@@ -152,7 +162,9 @@ def test_logs_go_on_in_one_directory(two_by_two: tuple[Path, dict[str, Any]]) ->
 
 def test_each_reconfiguration_is_one_line_on_rank_zero(two_by_two: tuple[Path, dict[str, Any]]) -> None:
     out, _ = two_by_two
-    lines = [line for path in out.glob("*.log") for line in path.read_text().splitlines() if "parcae: generation" in line]
+    lines = [
+        line for path in out.glob("*.log") for line in path.read_text().splitlines() if "parcae: generation" in line
+    ]
     generations = [line.split("generation ")[1].split()[0] for line in lines]
     assert len(generations) == len(set(generations)) >= 4, lines
     assert all("after a pause of" in line and "(" in line for line in lines)
@@ -222,7 +234,7 @@ def test_a_checkpoint_goes_on_at_another_layout(two_by_two: tuple[Path, dict[str
 
 
 def test_one_pipeline_gives_the_same_bits_through_notices(tmp_path: Path) -> None:
-    """Windows of three, clipped by value; notices in mid-window; two local devices; a bar that moves to the new rank 0."""
+    """Windows of three, clipped by value; notices in mid-window; two local devices; a bar that moves with rank 0."""
     common: dict[str, Any] = {
         "model": {"schedule": "plateau"},
         "data": {"form": "tuple"},
@@ -300,6 +312,37 @@ def test_pipelines_without_samples_and_losses_over_tokens(tmp_path: Path) -> Non
         assert result["num_swallowed"] == 0
     assert len(plain["steps"]) == len(solo["steps"])
     assert "Epoch" in (out / "i2.log").read_text()
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_whole_files(tmp_path: Path) -> None:
+    """Rank 0 dies at the point of writing; the next one writes it, from the same step."""
+    common: dict[str, Any] = {"model": {"norm": None}, "stop_early": False, "trainer": {"max_epochs": 6}}
+    (tmp_path / "solo").mkdir()
+    solo = fit_classifier("solo", str(tmp_path / "solo"), strategy={"micro_batch_size": 4}, **common)
+    out = tmp_path / "job"
+    kwargs = {"out": str(out), "strategy": {"micro_batch_size": 4, "num_stages": 2}, **common}
+    kwargs["model"] = {"norm": None, "sleep_s": 0.06}
+    job = Job(out, fit_classifier, kwargs, expected=4)
+    job.environment["PARCAE_FAULT_POINTS"] = (
+        '[{"point": "save", "instance": "i0", "step": 3, "action": "kill"},'
+        '{"point": "gather", "instance": "i3", "step": 15, "action": "kill"}]'
+    )
+    with running(job):
+        job.wait_for_event("died")
+        job.add("i4")
+        assert job.join() == {"i0": -9, "i1": 0, "i2": 0, "i3": -9, "i4": 0}, job.report()
+        assert {fault["point"] for fault in job.faults()} == {"save", "gather"}
+    for result in results_of(out).values():
+        assert_follows(result, solo, 1e-9)
+    names = {path.name for path in (tmp_path / "solo").rglob("*.ckpt")}
+    written = {path.name: path for path in out.rglob("*.ckpt")}
+    assert set(written) >= names
+    for name in names:
+        (reference,) = (tmp_path / "solo").rglob(name)
+        ours, theirs = (torch.load(path, weights_only=False) for path in (written[name], reference))
+        assert ours["global_step"] == theirs["global_step"]
+        for key, value in theirs["state_dict"].items():
+            assert torch.allclose(ours["state_dict"][key], value, rtol=0, atol=1e-9), (name, key)
 
 
 def test_bf16_without_a_seed_is_the_same_on_all_instances(tmp_path: Path) -> None:
@@ -386,7 +429,7 @@ def test_refusals_end_every_instance_before_the_first_step(tmp_path: Path, case:
     ("case", "message", "code"), [("other_shape", "fingerprint", 5), ("other_version", "0.0.1", 1)]
 )
 def test_an_instance_that_does_not_fit_is_refused_alone(tmp_path: Path, case: str, message: str, code: int) -> None:
-    job = Job(tmp_path, refuse, {"out": str(tmp_path), "case": case}, expected=2)
+    job = jobs.Job(tmp_path, refuse, {"out": str(tmp_path), "case": case}, expected=2)
     with running(job):
         job.wait_for_event("formed")
         job.add("odd")

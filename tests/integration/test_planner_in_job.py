@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_parcae.planning.parallel_config import ParallelConfig
-from lightning_parcae.planning.profile import ThroughputProfile
+from lightning_parcae.planning.profile import ModelProfile, ThroughputProfile, read_profile
 from tests.integration.jobs import Job, running
 from tests.integration.outcomes import assert_exactly_once, assert_same, settle, train_alone
 from tests.integration.planner_scripts import SCHEDULE, fit_with_oracle
@@ -72,7 +72,7 @@ def spare(job: Job) -> str:
 
 def follower(job: Job) -> str:
     """Return an instance with a place that is not rank 0."""
-    return next(name for name in reversed(placed(job)) if name != job.rank_zero())
+    return [name for name in placed(job) if name != job.rank_zero()][-1]
 
 
 def finish(job: Job, reference: dict[str, Any] | None, killed: set[str]) -> None:
@@ -171,6 +171,22 @@ def test_reactive_takes_the_fastest_for_who_is_there(tmp_path: Path) -> None:
         job.signal(warned, signal.SIGTERM)
         settle(job, (1, 3), 30.0)
         finish(job, None, set())
+
+
+def test_a_job_plans_with_what_it_has_measured(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "job", 3, DEEP, profile=None, interval=0.5, epochs=20)
+    with running(job):
+        job.wait_for_event("plan", timeout_s=90)
+        profile = read_profile(job.run_dir / "profile.json")
+        assert isinstance(profile, ModelProfile) and len(profile.layers) == 9
+        assert profile.num_samples == 16 and profile.num_microbatches == 8
+        assert ParallelConfig(*job.timeline("formed")[0]["config"]) in profile.step_s
+        assert min(profile.step_s.values()) > 0.1  # the script sleeps so long in each step
+        victim = follower(job)
+        job.signal(victim, signal.SIGTERM)
+        job.wait_until(lambda: any(r["instance"] == victim for r in job.timeline("left")), 30, f"{victim} has left")
+        finish(job, None, set())
+        assert all(0 < record["plan_s"] < 5 for record in job.timeline("plan"))
 
 
 def test_fixed_never_plans(tmp_path: Path) -> None:
