@@ -244,7 +244,6 @@ class BatchOperation:
         num_broken = 0
         saved = self._save()
         plan = loader.current
-        point = f"{hook} of batch {plan.batch} in epoch {plan.epoch}"
 
         def attempt() -> Payload:
             nonlocal batch, done, fetched_in
@@ -252,21 +251,15 @@ class BatchOperation:
                 batch, fetched_in = reread(), session.generation
             done = _Attempt()
             with _quiet_rng():
-                return {**work(batch, done), "point": point}
+                return work(batch, done)
 
         def restore() -> None:
             nonlocal num_broken
             num_broken += 1
             self._restore(saved)
 
-        payloads = session.run(attempt, restore)
-        points = sorted({str(payload.get("point", "another operation")) for payload in payloads})
-        if len(points) > 1:
-            raise RuntimeError(
-                f"the instances have come apart: one runs {points[0]}, another {points[1]}. Something that steers the "
-                "loop differs between them: a callback's decision, trainer.should_stop, or a monitored value that is "
-                "not logged with self.log"
-            )
+        point = f"{hook} of batch {plan.batch} in epoch {plan.epoch}"
+        payloads = session.run(point, attempt, restore)
         return payloads, done, num_broken
 
     def _train_once(

@@ -77,7 +77,7 @@ class Fallback:
                 files.append(self._store.write_tree(identifier, "trainer", strategy.pack_trainer()).to_json())
             return {"identifier": identifier, "files": files}
 
-        payloads = session.run(attempt, lambda: None)
+        payloads = session.run("fallback checkpoint", attempt, lambda: None)
         identifier = payloads[0]["identifier"]
         if strategy.is_global_zero:
             self._store.commit(

@@ -445,7 +445,7 @@ class ParcaeStrategy(ParallelStrategy):
             return obj
         if self._is_member:
             assert isinstance(self._session, Session)
-            payloads = self._session.run(lambda: {"broadcast": obj}, lambda: None)
+            payloads = self._session.run("broadcast", lambda: {"broadcast": obj}, lambda: None)
             return payloads[src]["broadcast"]
         if not self._in_fit and self.trainer.state.fn != TrainerFn.FITTING:
             return obj

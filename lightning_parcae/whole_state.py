@@ -55,7 +55,7 @@ class WholeState:
                 gathered.update(session.fetch_layers(missing))
             return {"gather": True}
 
-        session.run(attempt, lambda: None)
+        session.run("gather", attempt, lambda: None)
         self._gathered, self._gathered_generation = gathered, session.generation
         return gathered
 
@@ -89,7 +89,7 @@ class WholeState:
                 self.write(box[0], path, options)
             return {"saved": str(path)}
 
-        session.run(attempt, lambda: None)
+        session.run("save", attempt, lambda: None)
         self._gathered = None
 
     def write(self, checkpoint: dict[str, Any], path: _PATH, options: Any | None) -> None:

@@ -138,7 +138,7 @@ class SoloSession:
         self.clock = 0
         self.layout = Layout(1, (("solo",),), ("solo",), (0, num_layers))
 
-    def run(self, attempt: Callable[[], Payload], restore: Callable[[], None]) -> list[Payload]:
+    def run(self, name: str, attempt: Callable[[], Payload], restore: Callable[[], None]) -> list[Payload]:
         """Do an operation; see :meth:`Session.run`."""
         payload = attempt()
         self.clock += 1
@@ -223,35 +223,40 @@ class Session:
 
     # ------------------------------------------------------------------ operations
 
-    def run(self, attempt: Callable[[], Payload], restore: Callable[[], None]) -> list[Payload]:
+    def run(self, name: str, attempt: Callable[[], Payload], restore: Callable[[], None]) -> list[Payload]:
         """Do an operation until its vote has completed.
 
         Args:
+            name: What it is. Members that meet in one vote with different operations have run different code.
             attempt: The work; returns this member's payload. Called again after each broken generation, in the new
                 layout.
             restore: Undo what a broken attempt has done.
 
         Returns:
             The payloads of all members by rank.
+
+        Raises:
+            MembershipError: If the members have run different code.
         """
         while True:
             try:
                 self._form_pending()
                 payload = attempt()
                 reach("vote")
-                return self._vote(payload)
+                return self._vote(name, payload)
             except GenerationBrokenError as error:
                 adopted = self._repair(error)
                 if adopted is not None:
                     return adopted
                 restore()
 
-    def _vote(self, payload: Payload) -> list[Payload]:
+    def _vote(self, name: str, payload: Payload) -> list[Payload]:
         """Meet the other members; see the module's docstring."""
         groups = self._groups
         if groups is None:
             raise GenerationBrokenError("this generation has been torn down")
         stop = self._agent.stop_request
+        payload["operation"] = name
         payload["seen"] = self._agent.prepare_seen
         payload["stop"] = stop is not None and stop.graceful
         texts = [part.decode() for part in groups.world.all_gather_bytes(json.dumps(payload).encode())]
@@ -262,6 +267,13 @@ class Session:
         self.clock += 1
         self._last_vote = text
         self._agent.clock = self.clock
+        names = sorted({str(payload["operation"]) for payload in payloads})
+        if len(names) > 1:
+            raise MembershipError(
+                f"the instances have come apart: one runs {names[0]}, another {names[1]}. Something that steers the "
+                "loop differs between them: a callback's decision, trainer.should_stop, or a monitored value that is "
+                "not logged with self.log"
+            )
         self._planned = max(self._planned, min(int(payload["seen"]) for payload in payloads))
         self.stop_requested = self.stop_requested or any(payload["stop"] for payload in payloads)
         return payloads
@@ -405,7 +417,7 @@ class Session:
         with self._lock:
             self._groups = groups
         self._raise_if_superseded()
-        self._vote({"formed": commit.generation})
+        self._vote("formation", {"formed": commit.generation})
         reach("settle")
         self._settle(commit, layout, groups)
 
@@ -645,7 +657,7 @@ class Session:
 
         # JobOver: the others have completed this very vote, so everything was here when it was entered
         with contextlib.suppress(JobOver):
-            self.run(attempt, lambda: None)
+            self.run("finish", attempt, lambda: None)
         self.hold_all()
         self._tear_down()
         self._serve(FINAL, pack_trainer=True)

@@ -232,8 +232,9 @@ class JobPlanner:
     def _take_measurements(self, measured: Mapping[ParallelConfig, StepTime]) -> None:
         """Use new measurements where they say something else, so that noise changes nothing."""
         changed = False
-        if self._cost is not None and self._cost.bytes_per_s != self._link_bytes_per_s:
-            self._link_bytes_per_s, changed = self._cost.bytes_per_s, True
+        speed = MeasuredCost.bytes_per_s if self._cost is None else self._cost.bytes_per_s
+        if speed not in (MeasuredCost.bytes_per_s, self._link_bytes_per_s):  # the default is no measurement
+            self._link_bytes_per_s, changed = speed, True
         for config, step in measured.items():
             old = self._measured.get(config)
             total = step.work_s + step.other_s

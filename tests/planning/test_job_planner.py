@@ -22,7 +22,7 @@ from lightning_parcae.planning.job_planner import (
 from lightning_parcae.planning.job_profile import Limits, StepTime
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import most_instances_table
-from lightning_parcae.planning.profile import ThroughputProfile
+from lightning_parcae.planning.profile import LayerCost, ModelProfile, ThroughputProfile
 
 # deep pipelines are fast, but hold each layer once
 RATES = {(1, 2): 50.0, (1, 3): 80.0, (1, 4): 110.0, (2, 2): 90.0, (1, 5): 120.0, (2, 3): 130.0}
@@ -192,6 +192,18 @@ def test_situation() -> None:
     # Too few others: the one with a notice stays in its place until it goes.
     late = situation_of(history([4, 3], (2, 2), notices=(150.0,)), 60.0)
     assert late.num_instances == 4 and late.known == ((0, 0), (1, 0))
+
+
+def test_the_speed_of_the_link_is_that_of_moved_state() -> None:
+    layers = tuple(LayerCost(0.001, 0.002, output_bytes=10_000_000) for _ in range(6))
+    base = ModelProfile("toy", layers, num_samples=10, num_microbatches=2)
+    planner = JobPlanner(replace(make_planner().model, profile=base))
+    deep = ParallelConfig(1, 6)
+    planner.decide(history([4] * 3), measured((2, 2)))
+    before = planner.profile.samples_per_s(deep)
+    pasts = tuple(PastReconfiguration("inter_stage", False, 2.25, 20_000_000, 1) for _ in range(3))
+    planner.decide(history([4] * 3, reconfigurations=pasts), measured((2, 2)))
+    assert planner.profile.samples_per_s(deep) < 0.8 * before
 
 
 def test_costs_are_those_of_the_jobs_own_reconfigurations() -> None:
