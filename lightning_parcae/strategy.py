@@ -58,6 +58,9 @@ from lightning_parcae.whole_state import WholeState
 
 log = logging.getLogger(__name__)
 
+DEFAULT_FAILURE_TIMEOUT_S = 20.0
+"""Long enough for a busy host, short enough for a person who waits."""
+
 
 class ParcaeStrategy(ParallelStrategy):
     """Trains on instances that come and go.
@@ -91,7 +94,8 @@ class ParcaeStrategy(ParallelStrategy):
             event rates), ``"arima"`` (as ``"auto"``, with ARIMA models among the candidates) or ``"last_value"`` (no
             events expected).
         profile: Path of a JSON profile to plan with, instead of measuring the layers in the job.
-        failure_timeout: Seconds without a sign of life after which an instance counts as gone. All other timeouts
+        failure_timeout: Seconds without a sign of life after which an instance counts as gone; by default what
+            ``parcae run --failure-timeout`` was told, else 20. Give the coordinator the same. All other timeouts
             derive from it.
         min_instances_timeout: Seconds to wait with too few instances before the job ends; None: wait for ever.
         max_step_failures: End the job when instances die in the same step this many times.
@@ -134,7 +138,7 @@ class ParcaeStrategy(ParallelStrategy):
         horizon: int | None = None,
         forecaster: Literal["auto", "events", "arima", "last_value"] = "auto",
         profile: str | None = None,
-        failure_timeout: float = 20.0,
+        failure_timeout: float | None = None,
         min_instances_timeout: float | None = None,
         max_step_failures: int = 3,
         seed: int | None = None,
@@ -169,6 +173,8 @@ class ParcaeStrategy(ParallelStrategy):
         _check_range("horizon", horizon, 1)
         if not interval > 0:
             raise ValueError(f"interval must be above 0 seconds, got {interval}")
+        if failure_timeout is None:
+            failure_timeout = float(os.environ.get("PARCAE_FAILURE_TIMEOUT", DEFAULT_FAILURE_TIMEOUT_S))
         if failure_timeout < 1:
             raise ValueError(f"failure_timeout must be at least 1 second, got {failure_timeout}")
         if min_instances_timeout is not None and min_instances_timeout < failure_timeout:
@@ -708,7 +714,8 @@ class ParcaeStrategy(ParallelStrategy):
     def _after_commit(self, loader: ElasticLoader) -> None:
         """Tell the coordinator how far the job is, and record what was used."""
         plan = loader.current
-        step = self.trainer.global_step
+        # the vote has completed, the optimizer steps next (unless gradients are accumulated further)
+        step = self.trainer.global_step + int(not self.trainer.fit_loop._should_accumulate())
         if self._membership is not None:
             agent = self._membership.agent
             agent.step = step
