@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +48,8 @@ class ParcaeCallback(Callback):
         self._pause_s += pause_s
         self._layout = layout
         self._is_new = True
-        if trainer.is_global_zero:
+        # under a supervisor the console shows the coordinator's line for it
+        if trainer.is_global_zero and os.environ.get("PARCAE_SUPERVISED") != "1":
             lightning_internals.say(
                 trainer,
                 f"parcae: generation {layout.generation} trains on {len(layout.order)} instances, "
