@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 import __main__
@@ -118,7 +119,8 @@ class SupervisorLauncher(_Launcher):
         trainer.strategy.connect(module)
         trainer._callback_connector._attach_model_callbacks()
         module.trainer = trainer
-        self._strategy.check_module(module)
+        if not is_overridden("configure_model", module):  # else the layers are built in the instances only
+            self._strategy.check_module(module)
         run_dir = Path(self._strategy.run_dir or Path(trainer.default_root_dir) / "parcae_runs" / _stamp())
         result_path = run_dir / "result.pt"
         supervisor = Supervisor(
