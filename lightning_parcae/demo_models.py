@@ -280,6 +280,7 @@ def main() -> None:
             # the reference is one undisturbed process
             min_stages=2 if is_job else 1,
             max_stages=3,
+            policy="fixed",  # a planner would rightly leave instances of a small machine idle: they share its cores
             failure_timeout=4.0,
             commit_records=True,
         ),

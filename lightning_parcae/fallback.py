@@ -6,11 +6,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_parcae.checkpoint.manifest import StoredFile
+from lightning_parcae.checkpoint.manifest import StoredFile, identifier_of
 from lightning_parcae.checkpoint.store import FallbackStore
 from lightning_parcae.control.messages import CheckpointRef
 from lightning_parcae.engine.session import Session
 from lightning_parcae.engine.state import layer_state, load_layer
+from lightning_parcae.errors import CheckpointError
 from lightning_parcae.testing import reach
 
 if TYPE_CHECKING:
@@ -28,11 +29,15 @@ class Fallback:
     Args:
         url: Where to: any fsspec URL.
         every_n_steps: Optimizer steps between two checkpoints.
+        run: Larger than that of every earlier run that wrote to the same place, and the same on all members.
+            Generations count from 1 in each run; added to them it keeps a new checkpoint of an old step apart from the
+            old one.
     """
 
-    def __init__(self, url: str, *, every_n_steps: int) -> None:
+    def __init__(self, url: str, *, every_n_steps: int, run: int = 0) -> None:
         self._store = FallbackStore(url)
         self._every_n_steps = every_n_steps
+        self._run = run
         self._last_step = 0
         self._last_epoch = 0
 
@@ -70,26 +75,41 @@ class Fallback:
         step = strategy.trainer.global_step
 
         def attempt() -> dict[str, Any]:
-            identifier = f"step-{step:08d}-g{session.generation}"
+            identifier = identifier_of(step, self._run + session.generation)
             reach("fallback")
-            files = [self._store.write_layer(identifier, i, tree).to_json() for i, tree in _held(strategy)]
-            if strategy.is_global_zero:
-                files.append(self._store.write_tree(identifier, "trainer", strategy.pack_trainer()).to_json())
+            files: list[dict[str, Any]] = []
+            try:
+                for index, tree in _held(strategy):
+                    files.append(self._store.write_layer(identifier, index, tree).to_json())
+                if strategy.is_global_zero:
+                    files.append(self._store.write_tree(identifier, "trainer", strategy.pack_trainer()).to_json())
+            except CheckpointError as error:
+                # the job does not need this checkpoint to go on; all members learn that it is incomplete
+                return {"identifier": identifier, "error": str(error)}
             return {"identifier": identifier, "files": files}
 
         payloads = session.run("fallback checkpoint", attempt, lambda: None)
-        identifier = payloads[0]["identifier"]
-        if strategy.is_global_zero:
-            self._store.commit(
-                identifier,
-                step=step,
-                clock=session.clock,
-                num_layers=len(strategy.layers),
-                files=[StoredFile.from_json(file) for payload in payloads for file in payload["files"]],
-                reason=reason,
-            )
-            self._store.prune()
         self._last_step, self._last_epoch = step, epoch
+        if not strategy.is_global_zero:
+            return
+        identifier = payloads[0]["identifier"]
+        errors = [payload["error"] for payload in payloads if "error" in payload]
+        if not errors:
+            try:
+                self._store.commit(
+                    identifier,
+                    step=step,
+                    clock=session.clock,
+                    num_layers=len(strategy.layers),
+                    files=[StoredFile.from_json(file) for payload in payloads for file in payload["files"]],
+                    reason=reason,
+                )
+            except CheckpointError as error:
+                errors.append(str(error))
+        if errors:
+            log.warning("the fallback checkpoint of step %d was not written; training goes on: %s", step, errors[0])
+            strategy.record_event("checkpoint_failed", {"identifier": identifier, "step": step, "error": errors[0]})
+            return
         strategy.record_event("checkpoint", {"identifier": identifier, "step": step, "reason": reason})
 
     def restore(self, strategy: ParcaeStrategy, checkpoint: CheckpointRef, layers: Sequence[int]) -> None:

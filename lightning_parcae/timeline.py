@@ -261,6 +261,9 @@ class JobView:
         self.epoch = int(record.get("epoch", self.epoch))
         return None
 
+    def _on_checkpoint_failed(self, record: Record) -> Line | None:
+        return Line(f"the fallback checkpoint of step {record['step']} was not written: {record['error']}", "warn")
+
     def _on_failed(self, record: Record) -> Line | None:
         if self._traceback is None:
             self._traceback = str(record.get("traceback") or "")

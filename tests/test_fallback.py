@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ class Model(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def run(directory: Path | None, fail_at: int | None = None, **arguments: Any) -> tuple[Model, L.Trainer]:
+def run(
+    directory: Path | None, fail_at: int | None = None, callbacks: list[Any] | None = None, **arguments: Any
+) -> tuple[Model, L.Trainer]:
     L.seed_everything(1, verbose=False)
     model = Model(fail_at)
     trainer = L.Trainer(
@@ -51,6 +54,7 @@ def run(directory: Path | None, fail_at: int | None = None, **arguments: Any) ->
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=callbacks,
     )
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(3))
     trainer.fit(model, DataLoader(TensorDataset(x), batch_size=4, shuffle=True))
@@ -83,6 +87,34 @@ def test_a_run_that_ended_goes_on_from_its_newest_checkpoint(tmp_path: Path, fai
     assert again.losses == whole.losses[first - 1 :]
     assert trainer.global_step == 15
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_store_that_fails_meanwhile_costs_checkpoints_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = run(None)
+    store = tmp_path / "store"
+
+    class Breaker(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 6:  # a file where the directory was: nothing can be written there
+                shutil.rmtree(store)
+                store.write_text("not a directory")
+
+    broken, trainer = run(store, fallback_every_n_steps=2, callbacks=[Breaker()])
+    assert trainer.global_step == 15
+    assert broken.losses == whole.losses
+    assert "was not written; training goes on" in caplog.text
+
+
+def test_a_new_run_does_not_meet_the_names_of_an_old_one(tmp_path: Path) -> None:
+    run(tmp_path, fallback_every_n_steps=4)
+    old = {path.name for path in tmp_path.iterdir()}
+    for path in tmp_path.glob("*/manifest.json"):
+        path.write_text("{}")  # all checkpoints of the old run are damaged: the new one starts anew, through old steps
+    _, trainer = run(tmp_path, fallback_every_n_steps=4)
+    assert trainer.global_step == 15
+    assert {path.name for path in tmp_path.iterdir()} - old
 
 
 def test_few_checkpoints_are_kept(tmp_path: Path) -> None:

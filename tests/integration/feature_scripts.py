@@ -263,7 +263,7 @@ def fit_classifier(
     if weigh_tokens:
         strategy = {**(strategy or {}), "loss_weight": count_tokens}
     fitter = L.Trainer(
-        strategy="auto" if strategy is None else ParcaeStrategy(**strategy),
+        strategy="auto" if strategy is None else ParcaeStrategy(**{"policy": "fixed", **strategy}),
         accelerator="cpu",
         devices=1,
         default_root_dir=out,
