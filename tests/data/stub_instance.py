@@ -1,7 +1,7 @@
 """An instance without torch: it speaks the coordinator's protocol and counts steps instead of training.
 
 stub_instance.py train STEPS     count 20 ms steps from the first generation on, then end
-stub_instance.py fail STEPS      i1 raises at that step
+stub_instance.py fail STEPS      rank 0 raises half-way
 stub_instance.py crash           exit before connecting
 stub_instance.py nofit           end without connecting
 """
@@ -130,7 +130,7 @@ class Stub:
         step = self.step
         self.agent.send(Progress(step, 0, step, self.clock))
         sys.stdout.write(f"\r{NAME} step {step} ")
-        if self.mode == "fail" and NAME == "i0" and step >= self.steps // 2:
+        if self.mode == "fail" and step >= self.steps // 2:
             raise ValueError(f"the stub fails at step {step}")
 
 
