@@ -86,6 +86,12 @@ class InstanceRecord:
         return self.process.pid
 
     @property
+    def is_held(self) -> bool:
+        """Whether it was stopped, here or by somebody else, and not told to go on; seen before the kernel shows it."""
+        told = [number for number in self.signals if number in (signal.SIGSTOP, signal.SIGCONT)]
+        return told[-1] == signal.SIGSTOP if told else self.process.is_stopped
+
+    @property
     def exit_code(self) -> int | None:
         """Exit code, negative for a signal; None while it lives."""
         return self.process.exit_code
@@ -197,7 +203,7 @@ class Supervisor:
         if not formed or time.time() - formed[-1].time < _SETTLING_S:
             return 0
         is_disturbed = any(
-            record.is_gone or record.kill_at is not None or record.process.is_stopped for record in members
+            record.is_gone or record.kill_at is not None or record.is_held for record in members
         )
         return 0 if is_disturbed or not self.view.is_settled else self.view.num_pipelines
 
@@ -471,7 +477,7 @@ class Supervisor:
             event.target,
             order=[name for name in self.view.order if name in alive],
             spares=sorted(self.view.spares & set(alive)),
-            stopped=[name for name, record in alive.items() if record.process.is_stopped],
+            stopped=[name for name, record in alive.items() if record.is_held],
             nodes=self._nodes,
         )
         record = self.instances.get(name or "")
