@@ -83,7 +83,7 @@ def assert_same(
         for key, number in reference["metrics"].items():
             _enlarge(largest, "metric", abs(result["metrics"][key] - number))
         assert (result["global_step"], result["epoch"]) == (reference["global_step"], reference["epoch"]), name
-        assert result["best"] == reference["best"], name
+        assert result["best"] == reference["best"], (name, result["best"], reference["best"])
         assert result["same_parameters"], f"{name} got other Parameter objects"
         assert result["num_objects"] <= num_starts, f"{name} got another module or optimizer"
         assert result["pid"] == job.pids[name], f"{name} was started again"
