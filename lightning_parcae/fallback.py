@@ -46,8 +46,21 @@ class Fallback:
         self._store.check_writable()
 
     def newest(self) -> CheckpointRef | None:
-        """Return the newest complete checkpoint."""
-        return self._store.newest_complete()
+        """Return the newest complete checkpoint; None if none was ever completed.
+
+        Raises:
+            CheckpointError: If checkpoints were completed, but all of them are damaged: a job must not start from
+                nothing without somebody's word.
+        """
+        found = self._store.newest_complete()
+        damaged = {name: why for name, why in self._store.skipped.items() if self._store.was_committed(name)}
+        if found is None and damaged:
+            name, why = sorted(damaged.items())[-1]
+            raise CheckpointError(
+                f"{self._store.url} holds {len(damaged)} checkpoints of an earlier run, but none can be used ({name}: "
+                f"{why}). Mend them, or move them away or use another fallback_dir to start from the beginning"
+            )
+        return found
 
     def position(self) -> list[int]:
         """Return the step and the epoch of the newest checkpoint, for a joiner: all members must write at once."""

@@ -411,7 +411,7 @@ class ParcaeStrategy(ParallelStrategy):
         assert module is not None and self._seed is not None
         self._in_fit = True
         if self._fallback is None and self._fallback_dir is not None:
-            started = int(time.time())
+            started = int(time.time() * 1000)
             run = started if self._membership is None else self._membership.agree("fallback/run", started)
             self._fallback = Fallback(self._fallback_dir, every_n_steps=self._fallback_every_n_steps, run=int(run))
             self._fallback.check_writable()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parcae import ParcaeStrategy
+from lightning_parcae.errors import CheckpointError
 from lightning_parcae.fallback import Fallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -111,10 +112,18 @@ def test_a_new_run_does_not_meet_the_names_of_an_old_one(tmp_path: Path) -> None
     run(tmp_path, fallback_every_n_steps=4)
     old = {path.name for path in tmp_path.iterdir()}
     for path in tmp_path.glob("*/manifest.json"):
-        path.write_text("{}")  # all checkpoints of the old run are damaged: the new one starts anew, through old steps
+        path.unlink()  # as if none had ever been finished: the new run starts at the beginning, through old steps
     _, trainer = run(tmp_path, fallback_every_n_steps=4)
     assert trainer.global_step == 15
     assert {path.name for path in tmp_path.iterdir()} - old
+
+
+def test_a_run_does_not_start_from_nothing_beside_damaged_checkpoints(tmp_path: Path) -> None:
+    run(tmp_path, fallback_every_n_steps=4)
+    for path in tmp_path.glob("*/layer-0000.bin"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"none can be used .*move them away"):
+        run(tmp_path, fallback_every_n_steps=4)
 
 
 def test_few_checkpoints_are_kept(tmp_path: Path) -> None:

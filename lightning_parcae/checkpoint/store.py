@@ -209,6 +209,15 @@ class FallbackStore:
         self._tell(newest)
         return newest
 
+    def was_committed(self, identifier: str) -> bool:
+        """Return whether a checkpoint has a manifest, and so was complete at some time.
+
+        Raises:
+            CheckpointError: If the store cannot be read.
+        """
+        with self._storage("list", identifier):
+            return MANIFEST_NAME in self._sizes(identifier)
+
     def manifest(self, identifier: str) -> Manifest:
         """Return the manifest of a checkpoint.
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torchgpipe.balance.profile import profile_times
 from torchgpipe.gpipe import verify_module
 
 Route = Callable[[Any], Any]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class PipelinedSequential(nn.Sequential):
@@ -28,6 +32,25 @@ class PipelinedSequential(nn.Sequential):
             self.add_module(name, child)
         self.train(sequential.training)
         self._route: Route | None = None
+        self._guard: Callable[[], None] | None = None
+
+    def set_guard(self, guard: Callable[[], None] | None) -> None:
+        """Call ``guard`` before each ``state_dict()`` of this module or of one around it."""
+        object.__setattr__(self, "_guard", guard)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._guard is not None:
+            self._guard()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def __getitem__(self, idx: Any) -> Any:
+        """Return one layer, or a plain ``nn.Sequential`` of several."""
+        if isinstance(idx, slice):
+            return nn.Sequential(OrderedDict(list(self.named_children())[idx]))
+        return super().__getitem__(idx)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_route": None, "_guard": None}
 
     def set_route(self, route: Route | None) -> None:
         """Send calls through ``route``, or run the layers here if None."""
@@ -117,6 +140,21 @@ def check_pipeline(module: nn.Module, path: str, *, batch_norm: str | None) -> N
         )
     if len(sequential) == 0:
         raise ValueError(f"{path} is empty; it needs at least one layer")
+    hooks = [kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(sequential, kind)]
+    if hooks:
+        raise ValueError(
+            f"{path} itself has {' and '.join(hooks)}, which the pipeline cannot run: no instance has the input and "
+            f"the output of {path}. Register them on its layers, or put what they do into a layer"
+        )
+    lazy = [
+        name for name, t in (*module.named_parameters(), *module.named_buffers(remove_duplicate=False)) if is_lazy(t)
+    ]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''} have no shape yet, but an instance that joins "
+            "later must build the same model. Give the layers their input sizes instead of using Lazy modules, or run "
+            "one batch through the module in its __init__ (with torch.no_grad())"
+        )
     try:
         verify_module(sequential)
     except ValueError as error:

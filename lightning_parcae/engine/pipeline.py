@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchgpipe import GPipe, phony
@@ -80,6 +81,7 @@ class _Run:
             torch.cuda.default_generators[index].manual_seed(seed)
         if seeds_python:
             random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,7 +563,7 @@ class StagePipeline:
             yield
             return
         with _random_lock:
-            state, python_state = torch.get_rng_state(), random.getstate()
+            state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
             cuda = {device for device in self.devices if device.type == "cuda"}
             cuda_states = [(device, torch.cuda.get_rng_state(device)) for device in cuda]
         try:
@@ -570,6 +572,7 @@ class StagePipeline:
             with _random_lock:
                 torch.set_rng_state(state)
                 random.setstate(python_state)
+                np.random.set_state(numpy_state)
                 for device, cuda_state in cuda_states:
                     torch.cuda.set_rng_state(cuda_state, device)
 
