@@ -41,7 +41,7 @@ from lightning_parcae.engine.pipeline import Recompute, StagePipeline
 from lightning_parcae.engine.session import Payload, Session, SoloSession
 from lightning_parcae.engine.state import restore_buffers, snapshot_buffers
 from lightning_parcae.errors import GenerationBrokenError
-from lightning_parcae.logged_values import LogRecorder, combine
+from lightning_parcae.logged_values import HookValues, LogRecorder, combine
 from lightning_parcae.metric_states import MetricStates
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.sharding.order import derive_seed
@@ -126,6 +126,7 @@ class BatchOperation:
         self._place: tuple[int, int] | None = None
         self._pipeline: StagePipeline | None = None
         self._users_norms: list[tuple[nn.Module, str, _BatchNorm]] = []
+        self._hook_values = HookValues()
         self.metrics = MetricStates(module)
 
     # ------------------------------------------------------------------ generations
@@ -244,6 +245,10 @@ class BatchOperation:
         num_broken = 0
         saved = self._save()
         plan = loader.current
+        trainer = self._module.trainer
+        was_stopping = trainer.should_stop
+        logged = trainer._logger_connector._callback_metrics
+        hooked = self._hook_values.changes(logged)
 
         def attempt() -> Payload:
             nonlocal batch, done, fetched_in
@@ -251,15 +256,32 @@ class BatchOperation:
                 batch, fetched_in = reread(), session.generation
             done = _Attempt()
             with _quiet_rng():
-                return work(batch, done)
+                payload = work(batch, done)
+            if trainer.should_stop and not was_stopping:
+                payload["should_stop"] = True
+            if hooked:
+                payload["hooked"] = hooked
+            return payload
 
         def restore() -> None:
             nonlocal num_broken
             num_broken += 1
+            trainer.should_stop = was_stopping
             self._restore(saved)
 
         point = f"{hook} of batch {plan.batch} in epoch {plan.epoch}"
         payloads = session.run(point, attempt, restore)
+        if any("should_stop" in payload for payload in payloads):
+            trainer.should_stop = True  # the step runs on first and last stages only, but all must stop
+        self._hook_values.voted(logged)
+        if trainer.is_global_zero:
+            for name in self._hook_values.differing(logged, [payload.get("hooked", {}) for payload in payloads]):
+                log.warning(
+                    "%r was logged by a hook outside of a step, with different values on the instances: each sees only "
+                    "its part of the batches, so callbacks that monitor it may decide differently. Log it in the step "
+                    "with self.log, or use a torchmetrics metric",
+                    name,
+                )
         return payloads, done, num_broken
 
     def _train_once(
@@ -464,6 +486,7 @@ class BatchOperation:
         result.loss = torch.tensor(value, dtype=dtype, device=self._devices[0])
         result.loss.requires_grad_()  # Lightning expects a loss that backward could be called on
         result.logs = combine([(p["weight"], p["logs"]) for p in parts], loader.current.num_samples)
+        self._hook_values.logged_by_steps(result.logs)
         if want_norms:
             found = [item for payload in payloads for item in payload.get("norms", {}).items()]
             result.norms = {int(index): norms for index, norms in found}
@@ -480,7 +503,8 @@ class BatchOperation:
         if result.norms is None:
             raise MisconfigurationException(
                 "gradients can be clipped by norm only where Lightning does it, because the norms of all stages travel "
-                "in the step's vote: set Trainer(gradient_clip_val=...) or override configure_gradient_clipping"
+                "in the step's vote: set Trainer(gradient_clip_val=...), or override configure_gradient_clipping and "
+                "call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') there"
             )
         norms = [norm for index in sorted(result.norms) for norm in result.norms[index] if norm is not None]
         gradients = [p.grad for p in self._pipelined.parameters() if p.grad is not None]
@@ -512,6 +536,7 @@ class BatchOperation:
         parts = _last_stages(payloads)
         result = BatchResult(extras=done.extras, num_broken=num_broken)
         result.logs = combine([(part["weight"], part["logs"]) for part in parts], loader.current.num_samples)
+        self._hook_values.logged_by_steps(result.logs)
         self.metrics.merge([part["metrics"] for part in parts])
         return result
 
@@ -547,7 +572,7 @@ class BatchOperation:
 
     # ------------------------------------------------------------------ warm-up
 
-    def warm_up(self, batch: Any) -> Tensor | None:
+    def warm_up(self, batch: Any, *, may_cut: bool = True) -> Tensor | None:
         """Run the user's step once, forward and backward, and forget everything it did.
 
         The first of everything costs seconds; and a step that cannot be pipelined is refused here, before the job
@@ -555,23 +580,28 @@ class BatchOperation:
 
         Args:
             batch: A small batch, ready for the step.
+            may_cut: Whether there may be several stages.
 
         Returns:
             The input of the pipelined module, if it is one tensor.
 
         Raises:
-            MisconfigurationException: If the step does not call the pipelined module exactly once, returns no loss, or
-                changes buffers outside of the pipelined module.
+            MisconfigurationException: If the step does not call the pipelined module exactly once, returns no loss,
+                changes buffers outside of the pipelined module, or uses its parameters beside the call; or if a layer
+                returns what cannot travel to the next stage.
         """
         reach("warm_up")
         started = time.monotonic()
         module = self._module
         calls: list[Any] = []
+        ends: list[tuple[Tensor, Tensor]] = []
 
         def route(inputs: Any) -> Any:
             calls.append(inputs)
-            return self._pipelined.run_here(inputs)
+            return _cut_off(self._run_checked(inputs, may_cut), ends)
 
+        was_stopping = module.trainer.should_stop
+        module.zero_grad(set_to_none=True)
         saved, buffers = self._save(), snapshot_buffers(list(self._pipelined.children()))
         trace = _ModuleTrace(module, self._pipelined)
         object.__setattr__(module, "log", LogRecorder(self.metrics.names))
@@ -585,8 +615,13 @@ class BatchOperation:
                 if len(calls) != 1:
                     raise _not_one_call("training_step", len(calls))
                 torch.autograd.backward(loss)
+                beside = [name for name, p in self._pipelined.named_parameters() if p.grad is not None]
+                driven = [(output, leaf.grad) for output, leaf in ends if leaf.grad is not None]
+                if driven:
+                    torch.autograd.backward([output for output, _ in driven], [gradient for _, gradient in driven])
         finally:
             self._pipelined.set_route(None)
+            module.trainer.should_stop = was_stopping
             self.metrics.cancel()
             module.__dict__.pop("log", None)
             changed = trace.undo()
@@ -599,8 +634,33 @@ class BatchOperation:
                 "last stages only, so other instances would not see the change. Move what holds them into the "
                 "pipelined module, put it into eval mode, or use a torchmetrics metric"
             )
+        if beside and may_cut:
+            raise MisconfigurationException(
+                f"training_step uses parameters of the pipelined module beside its call: {', '.join(beside[:5])}"
+                f"{f' and {len(beside) - 5} more' if len(beside) > 5 else ''}. Each instance holds the parameters of "
+                "its own stage only, so neither the value nor the gradients would be right. For an L2 penalty use the "
+                "optimizer's weight_decay; or keep the whole model on each instance with ParcaeStrategy(max_stages=1)"
+            )
         log.debug("warm-up took %.2f s", time.monotonic() - started)
         return calls[0].detach() if isinstance(calls[0], Tensor) else None
+
+    def _run_checked(self, value: Any, may_cut: bool) -> Any:
+        """Run the layers here, and refuse a layer whose output could not leave its stage."""
+        layers = list(self._pipelined.named_children())
+        for index, (name, layer) in enumerate(layers):
+            value = layer(value)
+            if not may_cut and index < len(layers) - 1:
+                continue
+            parts = value if isinstance(value, tuple) else (value,)
+            other = next((type(part).__name__ for part in parts if not isinstance(part, Tensor)), None)
+            if other is not None:
+                raise MisconfigurationException(
+                    f"layer {name} of the pipelined module ({type(layer).__name__}) must return a Tensor or a tuple of "
+                    "Tensors, because a stage may end with it, but it returned "
+                    f"{'a tuple with ' if isinstance(value, tuple) else ''}{other}. Change what it returns, or join it "
+                    "with the layer after it into one"
+                )
+        return value
 
     # ------------------------------------------------------------------ undoing
 
@@ -617,6 +677,17 @@ class BatchOperation:
         layers = list(self._pipelined.children())
         restore_buffers([layers[index] for index in held], buffers)
         self.metrics.cancel()
+
+
+def _cut_off(value: Any, ends: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return a copy of the layers' output that backward ends at; note the output and where its gradient gathers."""
+    if isinstance(value, tuple):
+        return tuple([_cut_off(part, ends) for part in value])
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    leaf = value.detach().requires_grad_()
+    ends.append((value, leaf))
+    return leaf.clone()  # the user's step may change it in place
 
 
 class _ModuleTrace:

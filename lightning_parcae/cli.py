@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_parcae import __version__
 from lightning_parcae.errors import ParcaeError
-from lightning_parcae.job_files import JOB_FILE, write_job_file, write_secret
+from lightning_parcae.job_files import JOB_FILE, run_dir_lock, write_job_file, write_secret
 
 if TYPE_CHECKING:
     from lightning_parcae.control.service import AdminClient
@@ -211,17 +211,18 @@ def _coordinator(options: argparse.Namespace) -> int:
     secret = load_secret(os.environ)
     check_bind_host(host, secret)
     run_dir.mkdir(parents=True, exist_ok=True)
-    secret_path = None
-    if not secret:
-        secret_path = run_dir / "secret"
-        secret = write_secret(secret_path)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    try:
-        return asyncio.run(_serve(options, run_dir, secret, secret_path))
-    finally:
-        for path in (secret_path, run_dir / JOB_FILE):
-            if path is not None:
-                path.unlink(missing_ok=True)
+    with run_dir_lock(run_dir):
+        secret_path = None
+        if not secret:
+            secret_path = run_dir / "secret"
+            secret = write_secret(secret_path)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+        try:
+            return asyncio.run(_serve(options, run_dir, secret, secret_path))
+        finally:
+            for path in (secret_path, run_dir / JOB_FILE):
+                if path is not None:
+                    path.unlink(missing_ok=True)
 
 
 async def _serve(options: argparse.Namespace, run_dir: Path, secret: bytes, secret_path: Path | None) -> int:

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_parcae.errors import ParcaeError
+
 JOB_FILE = "job.json"
+LOCK_FILE = "supervisor.lock"
+
+
+@contextlib.contextmanager
+def run_dir_lock(run_dir: Path) -> Iterator[None]:
+    """Keep other jobs out of a run directory, whether ``parcae run`` or ``parcae coordinator`` starts them.
+
+    Raises:
+        ParcaeError: If the directory is in use.
+    """
+    with (run_dir / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ParcaeError(
+                f"the run directory {run_dir} is used by another job; wait for it or choose another --run-dir"
+            ) from error
+        yield
 
 
 def write_job_file(run_dir: Path, job_id: str, address: str) -> None:

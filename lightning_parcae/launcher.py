@@ -27,7 +27,7 @@ import __main__
 from lightning_parcae import lightning_internals
 from lightning_parcae.callback import ParcaeCallback
 from lightning_parcae.engine.session import RollbackRequired
-from lightning_parcae.errors import JobFailedError
+from lightning_parcae.errors import JobFailedError, install_exit_codes
 from lightning_parcae.supervisor import ExitCode, Supervisor
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class SupervisorLauncher(_Launcher):
                 "script for each fit, or start the instances with `parcae run`"
             )
         self._has_fit = True
+        install_exit_codes()
         module: pl.LightningModule = args[0]
         trainer.strategy.connect(module)
         trainer._callback_connector._attach_model_callbacks()
@@ -134,7 +135,7 @@ class SupervisorLauncher(_Launcher):
         if code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
         if code != ExitCode.FINISHED:
-            raise JobFailedError(f"the job ended with exit code {code}; its log is in {run_dir}")
+            raise JobFailedError(f"the job ended with exit code {code}; its log is in {run_dir}", code)
         read_result(trainer, module, result_path)
         return None
 

@@ -31,14 +31,19 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 __all__ = [
     "ExitFitQuietly",
     "continue_csv",
     "cut_csv",
+    "describe_settings",
     "end_restart",
+    "find_loader_position",
+    "hide_loader_position",
     "inject",
     "pack",
+    "prepare_data",
     "reset_progress",
     "say",
     "take_over_progress_bar",
@@ -139,6 +144,84 @@ def end_restart(trainer: pl.Trainer) -> None:
     """Switch off the restart machinery that loading counters has switched on."""
     for loop in _loops(trainer.fit_loop):
         loop.on_iteration_done()
+
+
+_POSITION = "parcae_train_loader"
+"""Key of a checkpoint that holds the train loader's position, where plain Lightning does not look for it."""
+
+
+def hide_loader_position(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint that a plain Trainer can load as well: it knows no state of its DataLoaders."""
+    loops = checkpoint.get("loops")
+    if not loops or "combined_loader" not in loops["fit_loop"]["state_dict"]:
+        return checkpoint
+    state = dict(loops["fit_loop"]["state_dict"])
+    position = state.pop("combined_loader")
+    fit_loop = {**loops["fit_loop"], "state_dict": state}
+    return {**checkpoint, "loops": {**loops, "fit_loop": fit_loop}, _POSITION: position}
+
+
+def find_loader_position(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Undo :func:`hide_loader_position` in a checkpoint that was read."""
+    position = checkpoint.pop(_POSITION, None)
+    if position is not None and "loops" in checkpoint:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = position
+    return checkpoint
+
+
+_NOT_RESULTS = frozenset({"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
+"""What parameter groups hold that changes no result, or is not the same on all machines."""
+
+
+def _plain(values: Mapping[str, Any]) -> list[str]:
+    """Describe settings by what prints alike in every process."""
+    described = []
+    for name, value in sorted(values.items()):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (list, tuple)) and all(isinstance(part, (int, float)) for part in value):
+            value = list(value)
+        elif not isinstance(value, (bool, int, float, str, type(None))):
+            value = type(value).__name__
+        described.append(f"{name}={value!r}")
+    return described
+
+
+def describe_settings(trainer: pl.Trainer) -> list[str]:
+    """Describe what decides the results beside model and data: optimizer, schedulers and the Trainer's settings.
+
+    To be called when the optimizers are new: training changes the values, and a joiner begins with the first ones.
+    """
+    described = []
+    for optimizer in trainer.optimizers:
+        described.append(type(optimizer).__name__)
+        for group in optimizer.param_groups:
+            settings = _plain({name: value for name, value in group.items() if name not in _NOT_RESULTS})
+            described.append(f"{len(group['params'])} parameters: {', '.join(settings)}")
+    for config in trainer.lr_scheduler_configs:
+        how = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
+        state = {name: value for name, value in vars(config.scheduler).items() if not name.startswith("_")}
+        state.pop("optimizer", None)
+        described.append(f"{type(config.scheduler).__name__}: {', '.join(_plain({**state, **how}))}")
+    values = {
+        name: getattr(trainer, name)
+        for name in (
+            "gradient_clip_val",
+            "accumulate_grad_batches",
+            "max_epochs",
+            "max_steps",
+            "min_epochs",
+            "min_steps",
+            "precision",
+            "val_check_interval",
+            "check_val_every_n_epoch",
+            "limit_train_batches",
+            "limit_val_batches",
+        )
+    }
+    algorithm = trainer.gradient_clip_algorithm
+    values["gradient_clip_algorithm"] = None if algorithm is None else str(algorithm.value)
+    return described + _plain(values)
 
 
 def _pack_numpy(state: Any) -> Any:
@@ -296,6 +379,11 @@ def say(trainer: pl.Trainer, line: str) -> None:
         bar.progress.console.print(line, markup=False, highlight=False)
     else:
         rank_zero_info(line)
+
+
+def prepare_data(trainer: pl.Trainer) -> None:
+    """Call the ``prepare_data`` hooks again, after this instance has become the one of its host that must."""
+    trainer._data_connector.prepare_data()
 
 
 def use_batch_size(trainer: pl.Trainer, batch_size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,3 +112,53 @@ def _reduce(values: Sequence[tuple[float, float]], how: str) -> float:
 def to_tensor(record: Mapping[str, Any], device: torch.device) -> Tensor:
     """Return a record's value with the dtype it was logged with."""
     return torch.tensor(record["value"], dtype=getattr(torch, record["dtype"].removeprefix("torch.")), device=device)
+
+
+class HookValues:
+    """Values that hooks outside of steps have logged, which should be the same on every member but need not be.
+
+    A hook that computes a value from what its own instance has seen, such as outputs kept by ``validation_step``, logs
+    a different one on each instance, and callbacks then decide differently. Each member sends in its vote what has
+    changed since its last one; rank 0 compares.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, Any] | None = None  # None: this member begins, its values came from another
+        self._from_steps: set[str] = set()
+        self._reported: set[str] = set()
+
+    def logged_by_steps(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Note what steps have logged: it was combined, so that it is the same everywhere."""
+        self._from_steps.update(record["name"] for record in records)
+
+    def changes(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the values that hooks have logged since the last vote."""
+        if self._sent is None:
+            return {}
+        return {
+            name: float(value)
+            for name, value in metrics.items()
+            if self._sent.get(name) is not value and not self._is_from_step(name)
+        }
+
+    def _is_from_step(self, name: str) -> bool:
+        if name.startswith("parcae"):
+            return True
+        bare = re.sub(r"/dataloader_idx_\d+$", "", name)
+        return bare in self._from_steps or re.sub(r"_(step|epoch)$", "", bare) in self._from_steps
+
+    def voted(self, metrics: Mapping[str, Any]) -> None:
+        """Note that the present values have been sent."""
+        self._sent = dict(metrics)
+
+    def differing(self, metrics: Mapping[str, Any], sent: Sequence[Mapping[str, float]]) -> list[str]:
+        """Return the names, each once, whose values here are not those that the members have sent."""
+        found = []
+        for name, value in ((name, value) for values in sent for name, value in values.items()):
+            if name in self._reported or self._is_from_step(name):
+                continue
+            own = float(metrics[name]) if name in metrics else None
+            if own is None or not (math.isclose(own, value, rel_tol=1e-5) or (math.isnan(own) and math.isnan(value))):
+                self._reported.add(name)
+                found.append(name)
+        return found

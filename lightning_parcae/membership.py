@@ -17,13 +17,14 @@ from lightning_parcae.control.agent import Agent
 from lightning_parcae.control.messages import Failed, Notice, Progress, Welcome
 from lightning_parcae.control.transport import check_bind_host, is_loopback, load_secret, parse_address
 from lightning_parcae.engine.session import Endpoint
-from lightning_parcae.errors import FencedError, JobFailedError
+from lightning_parcae.errors import FencedError, JobFailedError, install_exit_codes
 from lightning_parcae.notices.signals import SignalNotice
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 0.02
 _AGREE_TIMEOUT_S = 60.0
+_PREPARE_REMINDERS_S = (10.0, 60.0)
 
 
 @dataclass(slots=True)
@@ -46,15 +47,36 @@ class Membership:
         """Return the value that the first instance to ask has given."""
         return self.agent.request("set_default", key, value, timeout_s=_AGREE_TIMEOUT_S)
 
-    def wait_for_prepared_data(self, host_rank: int) -> None:
-        """Let one instance of each host prepare the data before the others use it."""
-        key = f"prepared/{socket.gethostname()}"
+    def wait_for_prepared_data(self, host_rank: int) -> bool:
+        """Let one instance of each host prepare the data before the others use it.
+
+        Args:
+            host_rank: This instance's place on its host; 0 says that it has prepared the data.
+
+        Returns:
+            Whether this instance must prepare the data now, and then call this again with 0: the one that should have
+            done it has gone before it was through.
+        """
+        host = socket.gethostname()
+        key = f"prepared/{host}"
         if host_rank == 0:
             self.agree(key, True)
-        else:
-            # bounded: the one that prepares may die; its data is then prepared by nobody, and set-up says so
-            with contextlib.suppress(TimeoutError):
-                self.agent.request("wait", key, None, timeout_s=600.0)
+            return False
+        started = time.monotonic()
+        first_s, next_s = _PREPARE_REMINDERS_S
+        slice_s = first_s
+        while True:
+            try:
+                # no bound: the coordinator notices if the one that prepares dies, and a download may take hours
+                is_prepared = self.agent.request("wait", key, None, timeout_s=slice_s)
+                break
+            except TimeoutError:
+                waited_s = time.monotonic() - started
+                log.warning("waiting for prepare_data of another instance on %s for %.0f s now", host, waited_s)
+                slice_s = next_s
+        if not is_prepared:
+            log.warning("the instance that prepared the data on %s has gone; this one prepares it now", host)
+        return not is_prepared
 
     def watch_signals(self) -> None:
         """Take SIGTERM as a notice from now on."""
@@ -99,6 +121,7 @@ def connect_membership(*, coordinator: str, job_id: str, failure_timeout_s: floa
         MembershipError: If the coordinator cannot be reached or refuses this instance.
         ValueError: If an address is malformed, or a secret is missing where one is needed.
     """
+    install_exit_codes()
     secret = load_secret(os.environ)
     host, port = parse_address(coordinator)
     local = bind_host or ("127.0.0.1" if is_loopback(host) else _address_towards(host, port))

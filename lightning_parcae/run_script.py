@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import traceback
 
 import lightning_parcae  # noqa: F401  registers the strategy
-from lightning_parcae.errors import JobFailedError
+from lightning_parcae.errors import install_exit_codes
 
 
 def main() -> None:
@@ -23,16 +22,13 @@ def main() -> None:
     if not arguments:
         sys.exit("usage: python -m lightning_parcae.run_script (SCRIPT | -m MODULE) [ARGUMENT...]")
     sys.argv = list(arguments)
-    try:
-        if is_module:
-            sys.path[0] = os.getcwd()
-            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-            runpy.run_path(arguments[0], run_name="__main__")
-    except JobFailedError as error:
-        traceback.print_exc()
-        sys.exit(error.exit_code)
+    install_exit_codes()
+    if is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

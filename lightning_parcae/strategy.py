@@ -227,6 +227,9 @@ class ParcaeStrategy(ParallelStrategy):
         self._num_broadcasts = 0
         self._has_resumed = False
         self._last_result: BatchResult | None = None
+        self._own_state = False
+        self._results_settings: list[str] | None = None
+        self._gradients_seen: list[tuple[Tensor, int]] = []
         self._has_left = False
 
     @classmethod
@@ -378,6 +381,10 @@ class ParcaeStrategy(ParallelStrategy):
         if fitting:
             refuse_optimizers(self.optimizers)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
+            self.precision_plugin._clip_gradients = self._watch_clipping  # type: ignore[method-assign]
+            if self._results_settings is None:  # a rollback enters fit again, with what training has changed since
+                self._results_settings = lightning_internals.describe_settings(trainer)
             self._seed = self._agree_on_seed()
             self._begin_session()
 
@@ -433,6 +440,31 @@ class ParcaeStrategy(ParallelStrategy):
             self._membership.agent.on_urgent = self._session.on_urgent
             self._session.hold_all()
         self._supply.open(module, self.session)
+        self.pipelined.set_guard(self._refuse_partial_state)
+
+    @property
+    def _may_cut(self) -> bool:
+        """Whether there may be several stages."""
+        return len(self.layers) > 1 and 1 not in (self._num_stages, self._max_stages)
+
+    def _refuse_partial_state(self) -> None:
+        """Refuse ``state_dict()`` of anybody but ourselves while some layers lie on other instances.
+
+        Raises:
+            MisconfigurationException: With the change to make.
+        """
+        if self._own_state or not self._in_fit or not isinstance(self._session, Session):
+            return
+        missing = [
+            name for i, (name, _) in enumerate(self.pipelined.named_children()) if i not in self._session.resident
+        ]
+        if missing:
+            raise MisconfigurationException(
+                f"state_dict() was called during fit, but {len(missing)} of {len(self.layers)} layers of "
+                f"{self._pipeline_path} lie on other instances ({', '.join(missing[:5])}"
+                f"{', ...' if len(missing) > 5 else ''}). Call it after fit, use trainer.save_checkpoint() or "
+                "ModelCheckpoint, or keep the whole model on each instance with ParcaeStrategy(max_stages=1)"
+            )
 
     # ------------------------------------------------------------------ what Lightning asks of all ranks
 
@@ -445,7 +477,11 @@ class ParcaeStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         # nobody waits for an instance: the only meeting point is the vote. Data is prepared once on each host.
         if name == "pre_setup" and self._membership is not None:
-            self._membership.wait_for_prepared_data(self.environment.local_rank())
+            must_prepare = self._membership.wait_for_prepared_data(self.environment.local_rank())
+            if must_prepare:  # the one that had begun to is gone
+                self.environment.assign_host_rank(0)
+                lightning_internals.prepare_data(self.trainer)
+                self._membership.wait_for_prepared_data(0)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -527,7 +563,7 @@ class ParcaeStrategy(ParallelStrategy):
         rank = self.environment.global_rank()
         self.environment.assign(ParcaeEnvironment.NO_RANK, 1)  # the throw-away step must not log anything
         try:
-            sample = self._operation.warm_up(self._supply.prepare(loader.sample(), self.trainer))
+            sample = self._operation.warm_up(self._supply.prepare(loader.sample(), self.trainer), may_cut=self._may_cut)
         finally:
             self.environment.assign(rank, 1)
         limits = Limits(
@@ -546,7 +582,13 @@ class ParcaeStrategy(ParallelStrategy):
             self.layers,
             limits=limits,
             costs=costs,
-            settings=[len(loader), self._micro_batch_size, self._seed],
+            settings=[
+                len(loader),
+                self._micro_batch_size,
+                self._seed,
+                self._batch_norm,
+                *(self._results_settings or []),
+            ],
             max_step_failures=self._max_step_failures,
             min_instances_timeout_s=self._min_instances_timeout_s,
             has_fallback=self._fallback is not None,
@@ -759,6 +801,45 @@ class ParcaeStrategy(ParallelStrategy):
         assert self._operation is not None and self._last_result is not None
         self._operation.clip(self._last_result, float(clip_val))
 
+    def _watch_clipping(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Let ``configure_gradient_clipping`` clip, but not by the norm of one stage.
+
+        Raises:
+            MisconfigurationException: If the hook changes gradients without ``self.clip_gradients``.
+        """
+        plugin = self.precision_plugin
+        self._note_gradients()
+        type(plugin)._clip_gradients(plugin, model, optimizer, *args, **kwargs)
+        self._refuse_own_clipping()
+        self._gradients_seen = []
+
+    def _clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        plugin = self.precision_plugin
+        self._refuse_own_clipping()
+        type(plugin).clip_gradients(plugin, optimizer, *args, **kwargs)
+        self._note_gradients()
+
+    def _note_gradients(self) -> None:
+        found = [parameter.grad for parameter in self.pipelined.parameters() if parameter.grad is not None]
+        self._gradients_seen = [(gradient, gradient._version) for gradient in found]
+
+    def _refuse_own_clipping(self) -> None:
+        if not self._may_cut or not self._gradients_seen:
+            return
+        now = [parameter.grad for parameter in self.pipelined.parameters() if parameter.grad is not None]
+        seen = self._gradients_seen
+        if len(now) == len(seen) and all(
+            gradient is before and gradient._version == version
+            for gradient, (before, version) in zip(now, seen, strict=True)
+        ):
+            return
+        raise MisconfigurationException(
+            "configure_gradient_clipping changes gradients by itself. Each instance has the gradients of its own stage "
+            "only, so a norm taken over them depends on the layout. Call self.clip_gradients(optimizer, "
+            "gradient_clip_val=..., gradient_clip_algorithm='norm') there, which takes the norm over all stages, or "
+            "keep the whole model on each instance with ParcaeStrategy(max_stages=1)"
+        )
+
     def _evaluate(self, hook: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         module, operation, trainer = self.lightning_module, self._operation, self.trainer
         assert module is not None
@@ -789,7 +870,11 @@ class ParcaeStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        state = module.state_dict()
+        self._own_state = True
+        try:
+            state = module.state_dict()
+        finally:
+            self._own_state = False
         if self._light_states:
             prefix = f"{self._pipeline_path}."
             return {name: value for name, value in state.items() if not name.startswith(prefix)}
@@ -813,6 +898,10 @@ class ParcaeStrategy(ParallelStrategy):
             self._whole_state.save(checkpoint, filepath, storage_options, self._session)
         elif self.is_global_zero:
             self._whole_state.write(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        return lightning_internals.find_loader_position(super().load_checkpoint(checkpoint_path, weights_only))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -843,6 +932,7 @@ class ParcaeStrategy(ParallelStrategy):
             self._planner.stop(wait_s=1.0)
         if self._operation is not None:
             self._operation.leave()
+            self.pipelined.set_guard(None)
         self._supply.close()
 
     def begin_again(self, reason: str) -> None:

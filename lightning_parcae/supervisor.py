@@ -7,7 +7,6 @@ injected by a script. The module loads neither torch nor Lightning.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from lightning_parcae.console import Console, LogFollower
 from lightning_parcae.control.service import AdminClient
 from lightning_parcae.errors import MembershipError, ParcaeError
 from lightning_parcae.faults import ROLES, FaultEvent, FaultRun, FaultScript
-from lightning_parcae.job_files import JOB_FILE, write_job_file, write_secret
+from lightning_parcae.job_files import JOB_FILE, run_dir_lock, write_job_file, write_secret
 from lightning_parcae.processes import ChildProcess, describe_exit
 from lightning_parcae.timeline import JobView
 
@@ -173,7 +172,7 @@ class Supervisor:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._lock())
+            stack.enter_context(run_dir_lock(self.run_dir))
             stack.enter_context(self._signals())
             stack.callback(self._clean_up)
             self._put_old_records_away()
@@ -202,9 +201,7 @@ class Supervisor:
         formed = self.view.reconfigurations
         if not formed or time.time() - formed[-1].time < _SETTLING_S:
             return 0
-        is_disturbed = any(
-            record.is_gone or record.kill_at is not None or record.is_held for record in members
-        )
+        is_disturbed = any(record.is_gone or record.kill_at is not None or record.is_held for record in members)
         return 0 if is_disturbed or not self.view.is_settled else self.view.num_pipelines
 
     def _turn(self, timeout_s: float) -> None:
@@ -222,18 +219,6 @@ class Supervisor:
                 self._inject(event)
 
     # -- start --------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Keep other supervisors out of the run directory."""
-        with (self.run_dir / "supervisor.lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ParcaeError(
-                    f"the run directory {self.run_dir} is used by another job; wait for it or choose another --run-dir"
-                ) from error
-            yield
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -412,6 +397,8 @@ class Supervisor:
                 self._show_exit(record)
                 if self._restart and self._over_at is None and record.exit_code != 0:
                     self._plan_restart(record, now)
+                if record.name not in self.view.joined and self._formed_at is None and self._over_at is None:
+                    self._expect_fewer()
             elif record.kill_at is not None and now >= record.kill_at:
                 self._signal(record, signal.SIGKILL)
                 record.kill_at = None
@@ -425,6 +412,17 @@ class Supervisor:
             self._over_at = now
             self._error = f"the coordinator {describe_exit(self._coordinator.exit_code or 0)}"
             self._console.event(f"{self._error}; see {self._coordinator.log_path}", "bad")
+
+    def _expect_fewer(self) -> None:
+        """Let the start not wait for an instance that has ended before it connected."""
+        lost = [record for record in self.instances.values() if record.is_gone and record.name not in self.view.joined]
+        count = len(self.instances) + len(self._restart_at) - len(lost)
+        if count < 1 or self._admin is None:
+            return
+        try:
+            self._admin.expect(count)
+        except (MembershipError, OSError) as error:
+            _log.debug("the coordinator did not take the new number of instances: %s", error)
 
     def _limit_end(self, record: InstanceRecord, now: float) -> None:
         """Bound how long an instance may take to end when the job is over.
@@ -579,7 +577,12 @@ class Supervisor:
         ):
             self._console.block(f"last lines of {failed.process.log_path}:\n{_last_lines(failed.process.log_path)}")
         elif code == ExitCode.STATE_LOST and self.view.stop is None:
-            self._console.event("all instances are gone, and with them the state since the last checkpoint", "bad")
+            step = self.view.checkpoint_step
+            if step is None:
+                advice = ", and with them the state of the job; with fallback_dir=... it can go on from a checkpoint"
+            else:
+                advice = f"; start the same command again, it goes on from the checkpoint of step {step}"
+            self._console.event(f"all instances are gone{advice}", "bad")
         self._console.event(
             f"job {self.job_id}: {self.view.summary()}; exit code {code}",
             "good" if code == ExitCode.FINISHED else "bad",

@@ -90,6 +90,7 @@ class JobView:
         is_finished: Whether ``fit`` is over.
         stop: How the job was stopped, if it was.
         num_rollbacks: How often all have gone back to a checkpoint.
+        checkpoint_step: Optimizer steps in the newest fallback checkpoint; None before the first.
     """
 
     layout: Layout | None = None
@@ -105,6 +106,7 @@ class JobView:
     is_finished: bool = False
     stop: Ending | None = None
     num_rollbacks: int = 0
+    checkpoint_step: int | None = None
     _committed: Record | None = field(default=None, init=False)
     _prepared: Record | None = field(default=None, init=False)
     _died_how: list[Cause] = field(default_factory=list, init=False)
@@ -205,6 +207,8 @@ class JobView:
 
     def _on_committed(self, record: Record) -> Line | None:
         self._committed = record
+        if record.get("checkpoint_step") is not None:
+            self.checkpoint_step = int(record["checkpoint_step"])
         if record.get("layout") is not None:
             before, self.layout = self.layout, Layout.from_json(record["layout"])
             if before is not None and before.order[0] != self.layout.order[0]:
@@ -259,6 +263,11 @@ class JobView:
     def _on_progress(self, record: Record) -> Line | None:
         self.step = int(record["step"])
         self.epoch = int(record.get("epoch", self.epoch))
+        return None
+
+    def _on_checkpoint(self, record: Record) -> Line | None:
+        if record.get("step") is not None:
+            self.checkpoint_step = int(record["step"])
         return None
 
     def _on_checkpoint_failed(self, record: Record) -> Line | None:

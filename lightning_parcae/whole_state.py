@@ -14,6 +14,7 @@ from lightning.fabric.utilities.types import _PATH
 from torch.optim import Optimizer
 
 from lightning_parcae.engine.session import Session
+from lightning_parcae.lightning_internals import hide_loader_position
 from lightning_parcae.testing import reach
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class WholeState:
 
     def write(self, checkpoint: dict[str, Any], path: _PATH, options: Any | None) -> None:
         """Write a checkpoint so that a kill leaves the old file or the new one, never half of one."""
+        checkpoint = hide_loader_position(checkpoint)
         plugin = self._strategy.checkpoint_io
         if "://" in str(path) or type(plugin) is not TorchCheckpointIO:
             plugin.save_checkpoint(checkpoint, path, storage_options=options)  # has its own way of being complete

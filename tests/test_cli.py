@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_parcae.cli import main
+from lightning_parcae.job_files import run_dir_lock
 
 _STUB = str(Path(__file__).parent / "data" / "stub_instance.py")
 _SCRIPT = """\
@@ -162,6 +163,14 @@ def test_a_coordinator_in_the_foreground(tmp_path: Path) -> None:
             service.kill()
     assert not (tmp_path / "secret").exists()
     assert not (tmp_path / "job.json").exists()
+
+
+def test_a_coordinator_keeps_out_of_a_run_directory_in_use(tmp_path: Path) -> None:
+    with run_dir_lock(tmp_path):
+        done = _parcae("coordinator", "--job-id", "j", "--run-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "is used by another job" in done.stderr
 
 
 def test_an_interrupted_coordinator_cleans_up(tmp_path: Path) -> None:

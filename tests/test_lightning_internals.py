@@ -195,3 +195,55 @@ def test_state_of_a_checkpoint_callback_travels() -> None:
     fields = dict(lightning_internals._STATELESS_CALLBACK_FIELDS)[ModelCheckpoint]
     callback = ModelCheckpoint()
     assert all(hasattr(callback, field) for field in fields)
+
+
+def described(schedule: str = "multi_step", change: Any = None, **options: Any) -> list[str]:
+    seen: list[list[str]] = []
+
+    class Look(L.Callback):
+        def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+            trainer.strategy.connect(module)
+            trainer.strategy.setup_optimizers(trainer)
+            if change is not None:
+                change(trainer.optimizers[0])
+            seen.append(lightning_internals.describe_settings(trainer))
+            trainer.should_stop = True
+
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 1, **options}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = L.Trainer(callbacks=[Look()], limit_val_batches=0, **quiet, **settings)  # type: ignore[arg-type]
+    trainer.fit(Model(schedule), DataLoader(TensorDataset(torch.zeros(2, 4)), batch_size=2))
+    return seen[0]
+
+
+def test_settings_that_decide_the_results_are_described_and_devices_are_not() -> None:
+    first = described()
+    assert first == described(change=lambda optimizer: optimizer.param_groups[0].update(fused=True, foreach=False))
+    assert first != described("one_cycle")
+    assert first != described(change=lambda optimizer: optimizer.param_groups[0].update(lr=0.1))
+    assert first != described(change=lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.1))
+    for options in (
+        {"gradient_clip_val": 0.5},
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2},
+        {"max_steps": 5},
+        {"max_epochs": 2},
+        {"precision": "bf16-mixed"},
+        {"limit_train_batches": 1.0},
+        {"val_check_interval": 1},
+    ):
+        assert described(**options) != first, options
+    for schedule in ("plateau", "warm_restarts", "lambda", "sequential"):
+        assert described(schedule) == described(schedule)
+    assert "0x" not in " ".join(described("lambda") + described("sequential"))
+
+
+def test_the_position_of_the_train_loader_is_hidden_from_plain_lightning() -> None:
+    checkpoint = {"loops": {"fit_loop": {"state_dict": {"combined_loader": [{"batch": 3}], "x": 1}, "y": 2}}, "z": 3}
+    hidden = lightning_internals.hide_loader_position(checkpoint)
+    assert hidden["loops"] == {"fit_loop": {"state_dict": {"x": 1}, "y": 2}}
+    assert "combined_loader" in checkpoint["loops"]["fit_loop"]["state_dict"]  # type: ignore[index]
+    assert lightning_internals.find_loader_position(hidden) == checkpoint
+    weights = {"state_dict": {}}
+    assert lightning_internals.hide_loader_position(weights) is weights
+    assert lightning_internals.find_loader_position(weights) == weights

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_parcae.logged_values import LogRecorder, combine, to_tensor
+from lightning_parcae.logged_values import HookValues, LogRecorder, combine, to_tensor
 
 
 def recorded(*calls: tuple[Any, ...], **options: Any) -> list[dict[str, Any]]:
@@ -94,3 +94,31 @@ def test_different_names_are_refused() -> None:
 
 def test_nothing_is_combined_of_nothing() -> None:
     assert combine([], 4) == combine([(0.0, [])], 4) == []
+
+
+def test_values_of_hooks_that_differ_are_found_once() -> None:
+    first, second = HookValues(), HookValues()
+    mine: dict[str, Any] = {}
+    yours: dict[str, Any] = {}
+    for values, metrics in ((first, mine), (second, yours)):
+        values.logged_by_steps([{"name": "loss"}])
+        metrics["old"] = torch.tensor(0.0)
+        assert values.changes(metrics) == {}  # a member that has just begun
+        values.voted(metrics)
+    mine |= {"same": torch.tensor(1.0), "other": torch.tensor(2.0), "loss_epoch": torch.tensor(3.0)}
+    yours |= {"same": torch.tensor(1.0), "other": torch.tensor(2.5), "loss_epoch": torch.tensor(3.5)}
+    yours |= {"parcae/x": torch.tensor(1.0), "nan": torch.tensor(math.nan), "loss/dataloader_idx_1": torch.tensor(1.0)}
+    mine["nan"] = torch.tensor(math.nan)
+    yours["absent"] = torch.tensor(1.0)
+    sent = [values.changes(metrics) for values, metrics in ((first, mine), (second, yours))]
+    assert sent[0].keys() == {"same", "other", "nan"}
+    assert sent[1].keys() == {"same", "other", "nan", "absent"}
+    assert first.differing(mine, sent) == ["other", "absent"]
+    assert first.differing(mine, sent) == []
+    first.voted(mine)
+    assert first.changes(mine) == {}
+
+
+def test_a_value_of_a_member_that_has_only_just_begun_is_not_compared() -> None:
+    values = HookValues()
+    assert values.differing({"x": torch.tensor(1.0)}, [{}, values.changes({"x": torch.tensor(2.0)})]) == []

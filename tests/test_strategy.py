@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_parcae import ParcaeCallback, ParcaeStrategy
 from lightning_parcae.batch_operation import BatchOperation
 from lightning_parcae.engine.partition import PipelinedSequential
+from lightning_parcae.engine.session import Session, SoloSession
 from lightning_parcae.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -90,6 +92,11 @@ def trainer_of(strategy: Any, **options: Any) -> L.Trainer:
         **options,
     }
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, **settings)
+
+
+def built(kind: type[Regressor]) -> Regressor:
+    L.seed_everything(1, verbose=False)
+    return kind()
 
 
 def fit(strategy: Any, schedule: str | None = None, module: Any = None, **options: Any) -> tuple[Any, L.Trainer]:
@@ -271,6 +278,228 @@ def test_a_buffer_that_a_step_changes_outside_of_the_pipeline_is_refused() -> No
     assert not module.mean.any()
 
 
+# ---------------------------------------------------------------------- what the throw-away step refuses
+
+
+class Penalised(Regressor):
+    """Adds a penalty on its parameters to the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 0.1 * sum(p.pow(2).sum() for p in self.net[2].parameters())
+
+
+class InPlace(Regressor):
+    """Changes the pipeline's output in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).mul_(2.0).mean()
+
+
+class MakesDict(nn.Module):
+    def forward(self, value: Any) -> Any:
+        return value["x"] if isinstance(value, dict) else {"x": value}
+
+
+class PassesDict(Regressor):
+    """Hands a dict from one layer to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, MakesDict())
+        self.net.insert(2, MakesDict())
+
+
+def test_parameters_used_beside_the_call_are_refused_where_there_may_be_stages() -> None:
+    module = Penalised()
+    with pytest.raises(MisconfigurationException, match=r"beside its call: 2.weight, 2.bias\. .*weight_decay"):
+        operation_of(module).warm_up(samples(4))
+    assert all(parameter.grad is None for parameter in module.parameters())
+    module.net = nn.Sequential(*module.net)
+    operation_of(module).warm_up(samples(4), may_cut=False)
+
+
+def test_a_step_may_change_the_output_in_place() -> None:
+    operation_of(InPlace()).warm_up(samples(4))
+
+
+def test_a_layer_whose_output_cannot_leave_its_stage_is_named() -> None:
+    module = PassesDict()
+    with pytest.raises(
+        MisconfigurationException, match=r"layer 1 of the pipelined module \(MakesDict\) .*returned dict"
+    ):
+        operation_of(module).warm_up(samples(4))
+    module.net = nn.Sequential(*module.net)
+    operation_of(module).warm_up(samples(4), may_cut=False)
+
+
+# ---------------------------------------------------------------------- gradients clipped by the user's hook
+
+
+class ClipsByHand(Regressor):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class ClipsTwice(Regressor):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_clipping_by_hand_is_refused_where_there_may_be_stages() -> None:
+    with pytest.raises(MisconfigurationException, match=r"changes gradients by itself.*self\.clip_gradients"):
+        fit(ParcaeStrategy(micro_batch_size=8), module=built(ClipsByHand))
+    plain, _ = fit("auto", module=built(ClipsByHand))
+    ours, _ = fit(ParcaeStrategy(micro_batch_size=8, max_stages=1), module=built(ClipsByHand))
+    assert ours.steps == plain.steps
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hook_may_clip_with_lightnings_own_means() -> None:
+    plain, _ = fit("auto", module=built(ClipsTwice))
+    ours, _ = fit(ParcaeStrategy(micro_batch_size=8), module=built(ClipsTwice))
+    assert ours.steps == plain.steps
+
+
+# ---------------------------------------------------------------------- state
+
+
+class SlicesLayers(Regressor):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net[:2].parameters(), "lr": 0.1}, {"params": self.net[2:].parameters()}]
+        return torch.optim.SGD(groups, lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_can_be_sliced_into_parameter_groups() -> None:
+    plain, _ = fit("auto", module=built(SlicesLayers), max_epochs=1)
+    ours, _ = fit(ParcaeStrategy(micro_batch_size=8), module=built(SlicesLayers), max_epochs=1)
+    assert ours.steps == plain.steps
+
+
+class SavesMidEpoch(Regressor):
+    path = ""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.path and self.global_step == 3:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_from_within_an_epoch_loads_in_both_strategies(tmp_path: Path) -> None:
+    module = SavesMidEpoch()
+    module.path = str(tmp_path / "a.ckpt")
+    whole, _ = fit(ParcaeStrategy(micro_batch_size=8), module=module, max_epochs=1)
+    stored = torch.load(module.path, weights_only=True)
+    assert "combined_loader" not in stored["loops"]["fit_loop"]["state_dict"]
+    rest = {}
+    for name, strategy in (("auto", "auto"), ("parcae", ParcaeStrategy(micro_batch_size=8))):
+        again = Regressor()
+        trainer_of(strategy, max_epochs=1).fit(again, loader(), ckpt_path=module.path)
+        rest[name] = again.steps
+    assert rest["parcae"] == whole.steps[3:]
+    assert [step[:3] for step in rest["auto"]] == [step[:3] for step in whole.steps[3:]]
+
+
+def test_a_state_with_holes_is_refused_in_fit() -> None:
+    module = Regressor()
+    strategy = ParcaeStrategy()
+    strategy._pipeline_path = "net"
+    module.net = PipelinedSequential(module.net)
+    strategy._lightning_module = module
+    module.net.set_guard(strategy._refuse_partial_state)
+    strategy._session = Session.__new__(Session)
+    strategy._session._resident, strategy._session.joined = {0, 1, 2}, False
+    module.state_dict()
+    strategy._in_fit = True
+    with pytest.raises(MisconfigurationException, match=r"state_dict\(\) was called during fit, but 2 of 5 .*\(3, 4\)"):
+        module.state_dict()
+    assert strategy.lightning_module_state_dict().keys() == Regressor().state_dict().keys()
+    copy.deepcopy(module).state_dict()
+    pickle.loads(pickle.dumps(module)).state_dict()
+    strategy._session._resident = set(range(5))
+    module.state_dict()
+
+
+# ---------------------------------------------------------------------- stopping
+
+
+class Stops(Regressor):
+    """Ends the training from within a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 4:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+class OneOf(SoloSession):
+    """Runs a batch as the member ``rank`` of two would, or one that has broken before."""
+
+    def __init__(self, other: dict[str, Any], *, breaks: bool = False) -> None:
+        super().__init__(5)
+        self.other, self.breaks = other, breaks
+
+    def run(self, point: str, attempt: Any, undo: Any) -> Any:
+        if self.breaks:
+            attempt()
+            undo()
+        return [attempt(), self.other]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_can_end_the_training() -> None:
+    plain, _ = fit("auto", module=built(Stops))
+    ours, trainer = fit(ParcaeStrategy(micro_batch_size=8), module=built(Stops))
+    assert ours.steps == plain.steps
+    assert len(ours.steps) == 5 and trainer.should_stop
+
+
+def test_all_members_stop_where_one_step_says_so_and_a_broken_attempt_says_nothing() -> None:
+    module = Regressor()
+    operation = operation_of(module)
+
+    class Loader:
+        current = type("Plan", (), {"batch": 0, "epoch": 0})
+
+    def run(session: Any, work: Any) -> list[Any]:
+        return operation._run(session, "training_step", None, Loader(), lambda: None, work)[0]  # type: ignore[arg-type]
+
+    def says(*answers: bool) -> Any:
+        left = list(answers)
+
+        def work(batch: Any, done: Any) -> dict[str, Any]:
+            if left.pop(0):
+                module.trainer.should_stop = True
+            return {}
+
+        return work
+
+    assert run(OneOf({}), says(False)) == [{}, {}] and not module.trainer.should_stop
+    run(OneOf({}, breaks=True), says(True, False))
+    assert not module.trainer.should_stop
+    assert run(OneOf({}), says(True))[0] == {"should_stop": True}
+    module.trainer.should_stop = False
+    run(OneOf({"should_stop": True}), says(False))
+    assert module.trainer.should_stop
+
+
+def test_a_value_that_a_hook_has_logged_otherwise_elsewhere_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    module = Regressor()
+    operation = operation_of(module)
+
+    class Loader:
+        current = type("Plan", (), {"batch": 0, "epoch": 0})
+
+    for value in (1.0, 2.0, 3.0):
+        module.trainer._logger_connector._callback_metrics = {"kept": torch.tensor(1.0)}
+        session = OneOf({"hooked": {"kept": value}})
+        operation._run(session, "training_step", None, Loader(), lambda: None, lambda *args: {})  # type: ignore[arg-type]
+    assert caplog.text.count("'kept' was logged by a hook outside of a step") == 1
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -363,6 +592,18 @@ class ClipsByItself(Regressor):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
+class Hooked(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+class Lazy(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(1))
+
+
 class SubclassedAveraging(StochasticWeightAveraging):
     """A user's own variant."""
 
@@ -377,6 +618,7 @@ REFUSED: dict[str, tuple[type[Regressor], dict[str, Any], dict[str, Any], str]] 
     "tied": (Tied, {}, {}, "Tied weights"),
     "batch norm": (Normed, {}, {}, r"holds BatchNorm \(1\).*batch_norm='deferred'"),
     "cumulative": (Cumulative, {"batch_norm": "deferred"}, {}, "momentum=None"),
+    "hooks": (Hooked, {}, {}, "net itself has forward hooks"),
     "too many stages": (Regressor, {"num_stages": 6}, {}, "6 stages need at least 6 layers, but net has 5"),
     "called twice": (CallsTwice, {}, {}, "called the pipelined module 2 times"),
     "called twice, caught": (CallsTwiceAndCatches, {}, {}, "called the pipelined module 2 times"),
@@ -401,6 +643,11 @@ def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step(case: s
         fit(ParcaeStrategy(micro_batch_size=8, **arguments), module=module, num_sanity_val_steps=0, **options)
     assert module.steps == []
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_parameters_without_a_shape_are_refused_with_the_fix() -> None:
+    with pytest.raises(MisconfigurationException, match=r"net.0.weight, net.0.bias, net.2.weight, ... have no shape"):
+        fit(ParcaeStrategy(), module=Lazy())
 
 
 def test_loss_scaling_is_refused() -> None:

@@ -117,6 +117,20 @@ def test_instances_that_crash_at_the_start(run_dir: Path) -> None:
     assert run.shown.count("RuntimeError: the stub crashes") == 1
 
 
+def test_the_start_does_not_wait_for_an_instance_that_crashed_before(run_dir: Path) -> None:
+    started = time.monotonic()
+    run = _Run(run_dir, "crash-i1", "5", instances=3)
+    assert run.code == ExitCode.FINISHED
+    assert time.monotonic() - started < 25.0  # it would wait 30 s
+    assert "1x2 on" in run.shown
+
+
+def test_what_to_do_when_all_are_gone_and_a_checkpoint_is_there(run_dir: Path) -> None:
+    run = _Run(run_dir, "checkpoint", "3000", script=FaultScript().kill("i0", at_step=10).kill("i1", at_step=10))
+    assert run.code == ExitCode.STATE_LOST
+    assert "start the same command again, it goes on from the checkpoint of step 7" in run.shown
+
+
 def test_restarts_are_given_up_when_nobody_joins(run_dir: Path) -> None:
     run = _Run(run_dir, "crash", instances=1, restart=True)
     assert run.code == ExitCode.FAILED

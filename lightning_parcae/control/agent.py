@@ -56,7 +56,7 @@ from lightning_parcae.control.transport import (
     send_frame,
     tune_socket,
 )
-from lightning_parcae.errors import FencedError, JobFailedError, MembershipError
+from lightning_parcae.errors import FencedError, JobFailedError, MembershipError, RefusedError
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class Agent:
     Attributes:
         clock: Votes behind this instance; set by its owner, sent with heartbeats.
         step: Optimizer steps behind this instance; likewise.
+        operation: What this instance does before the next vote, empty between two operations; likewise.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Agent:
         self.on_urgent = on_urgent
         self.clock = 0
         self.step = 0
+        self.operation = ""
         self._address = address
         self._secret = secret
         self._failure_timeout_s = failure_timeout_s
@@ -381,7 +383,7 @@ class Agent:
         if isinstance(answer, Fenced):
             raise FencedError(answer.reason)
         reason = _describe(answer) if isinstance(answer, Stop) else f"it answered {type(answer).__name__}"
-        raise MembershipError(f"the coordinator at {self._address} refuses this instance: {reason}")
+        raise RefusedError(f"the coordinator at {self._address} refuses this instance: {reason}")
 
     def _reconnect(self, cause: Exception) -> bool:
         """Build the connection up again after it broke; return whether there is more to read."""
@@ -515,7 +517,7 @@ class Agent:
                 if now >= next_beat:
                     next_beat = now + interval_s
                     if self._sock is not None:
-                        self._push(pack_frame(encode(Heartbeat(self.clock, self.step))))
+                        self._push(pack_frame(encode(Heartbeat(self.clock, self.step, self.operation))))
                 silent_s = now - self._last_heard
                 connected = self._state == "connected"
                 sock = self._sock if self._backlog else None

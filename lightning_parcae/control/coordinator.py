@@ -75,9 +75,9 @@ from lightning_parcae.control.messages import (
     check_table,
     config_for,
 )
-from lightning_parcae.control.roster import EXIT_REFUSED, Roster
+from lightning_parcae.control.roster import Roster
 from lightning_parcae.control.startup_values import StartupValues
-from lightning_parcae.errors import MembershipError
+from lightning_parcae.errors import EXIT_REFUSED, MembershipError
 from lightning_parcae.planning.job_history import PastReconfiguration
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.migration import MigrationPlan
@@ -92,6 +92,8 @@ MIN_ACK_TIMEOUT_S = 10.0
 MIN_BUSY_TIMEOUT_S = 60.0
 MIN_FORMATION_TIMEOUT_S = 30.0
 MIN_BYTES_PER_S = 20e6
+MIN_APART_S = 2.0
+PREPARED_KEY = "prepared/"
 
 EXIT_STATE_LOST = 3
 EXIT_TOO_FEW_INSTANCES = 4
@@ -167,6 +169,7 @@ class Coordinator:
         self._stop: Stop | None = None
         self._over: Literal["done", "stopped"] | None = None
         self._first_finished_at: float | None = None
+        self._first_idle_at: float | None = None  # the first instance whose fit has needed no step has ended it
         self._pulling: set[str] = set()  # spares that lack the final state
         self._pull_deadline = 0.0
 
@@ -317,6 +320,7 @@ class Coordinator:
         """Take an instance out of the books, and react if the job needed it."""
         instance = self._instances.remove(name, reason)
         self._values.forget(name)
+        self._ask_next_to_prepare()
         self._history.gone(self._now, name)
         self._has_pulled(name)
         died = died and self._over is None
@@ -350,7 +354,8 @@ class Coordinator:
 
     def _on_heartbeat(self, name: str, message: Heartbeat) -> None:
         instance = self._instances[name]
-        instance.clock, instance.step = message.clock, message.step
+        instance.step = message.step
+        instance.stand(self._now, message.clock, message.operation)
 
     def _on_ready(self, name: str, message: Ready) -> None:
         instance = self._instances[name]
@@ -463,6 +468,11 @@ class Coordinator:
             self._record("finished", instance=name)
             if self._first_finished_at is None:
                 self._first_finished_at = self._now
+        elif self._instances[name].ready is None and not self._started:  # no batch, so it never asked for a place
+            self._instances[name].finished = True
+            self._record("finished", instance=name)
+            if self._first_idle_at is None:
+                self._first_idle_at = self._now
 
     def _on_goodbye(self, name: str, _: Goodbye) -> None:
         self._lose(name, "it said goodbye", died=False)
@@ -482,6 +492,15 @@ class Coordinator:
             return
         for receiver, reply in self._values.handle(name, message):
             self._send_all([receiver], reply)
+        if message.op == "wait":
+            self._ask_next_to_prepare()
+
+    def _ask_next_to_prepare(self) -> None:
+        """Tell an instance that waits for the data of its host if it has become the one that must prepare it."""
+        for key, name in self._values.waiting_for(PREPARED_KEY):
+            if self._instances.is_oldest_of_host(name):
+                for reply in self._values.give_up(key, name, False):
+                    self._send(name, reply)
 
     # Commands.
 
@@ -494,6 +513,8 @@ class Coordinator:
             self._record("stop_requested", graceful=event.graceful)
             if self._over is None and (self._stop is None or not event.graceful):
                 self._end(Stop(graceful=event.graceful, reason="stopped by command", exit_code=0))
+        elif event.op == "expect":
+            self._expected = max(1, event.count)
         elif event.instance is not None and event.instance in self._instances:
             self._on_notice(event.instance, Notice(event.grace_s))
         else:
@@ -542,6 +563,7 @@ class Coordinator:
             self._check_finish()
             self._check_formation()
             self._check_suspicion()
+            self._check_apart()
             self._check_waiting()
         elif self._pulling and self._now > self._pull_deadline:
             for name in list(self._pulling):
@@ -632,6 +654,33 @@ class Coordinator:
             name, error = next(iter(suspicion.errors.items()))
             self._regroup("link", f"communication of {name} failed, but nobody died: {error}")
 
+    def _check_apart(self) -> None:
+        """Stop the job if two members wait for each other in different operations: they would for ever.
+
+        They have completed the same votes, and each has shown its operation for two heartbeats at least.
+        """
+        attempt = self._attempt
+        if self._layout is None or (attempt is not None and (attempt.urgent or attempt.is_forming)):
+            return
+        patience_s = max(2 * self.failure_timeout_s / 6, MIN_APART_S)
+        seen: dict[int, dict[str, str]] = {}
+        for name in self._active:
+            instance = self._instances[name]
+            what = f"runs {instance.operation!r}" if instance.operation else ""
+            if attempt is not None and name in attempt.acks:
+                what = "waits at the step boundary"
+            if what and instance.stands_until - instance.stands_since > patience_s:
+                seen.setdefault(instance.clock, {}).setdefault(what, name)
+        for first in seen.values():
+            if len(first) > 1:
+                who = ", ".join(f"{name} {what}" for what, name in first.items())
+                reason = (
+                    f"the instances have come apart: {who}. Something that steers the loop differs between them: call "
+                    "trainer.save_checkpoint and the like on every instance, and let hooks decide from logged values"
+                )
+                self._end(Stop(graceful=False, reason=reason))
+                return
+
     def _check_waiting(self) -> None:
         spec, since = self._spec, self._waiting_since
         if self.phase != "waiting" or spec is None or since is None or spec.min_instances_timeout_s is None:
@@ -650,7 +699,7 @@ class Coordinator:
         """Do what has become possible."""
         while self._over is None:
             before = (self._generation, self.phase)
-            if self._all_finished():
+            if self._all_finished() or self._is_idle():
                 self._finish()
             elif self._attempt is not None and self._attempt.is_forming:
                 self._try_complete(self._attempt)
@@ -950,6 +999,7 @@ class Coordinator:
             num_bytes=num_bytes,
             fresh=commit.fresh,
             checkpoint=None if commit.checkpoint is None else commit.checkpoint.identifier,
+            checkpoint_step=None if commit.checkpoint is None else commit.checkpoint.step,
             ack_s=round(self._now - attempt.prepared_at, 4),
             reason=commit.reason,
         )
@@ -961,6 +1011,8 @@ class Coordinator:
         self._layout, self._active, self._attempt = layout, list(layout.order), None
         self._broken = self._suspicion = None
         self._started, self._needs_checkpoint = True, False
+        for name in set(layout.order) & set(self._instances):  # what it stood at may be of before a return
+            self._instances[name].operation, self._instances[name].stands_since = "", self._now
         self._waiting_since = self._first_ready_at = None
         self._say_what_is_lost(attempt)
         self._failures.num_late_formations = 0
@@ -1079,6 +1131,14 @@ class Coordinator:
             self._wait_for_checkpoint()
 
     # Ends.
+
+    def _is_idle(self) -> bool:
+        """Whether ``fit`` has needed no step anywhere, as with ``max_epochs=0``."""
+        since = self._first_idle_at
+        if since is None or self._started or not all(item.finished for item in self._instances.values()):
+            return False
+        all_came = self._expected is not None and self._instances.num_names >= self._expected
+        return all_came or self._now - since > START_WAIT_S
 
     def _all_finished(self) -> bool:
         return bool(self._active) and all(self._instances[name].finished for name in self._active)

@@ -41,10 +41,11 @@ class AdminRequest:
     """Somebody asks; an :class:`Answer` with the same number follows at once."""
 
     request: int
-    op: Literal["status", "preempt", "stop"]
+    op: Literal["status", "preempt", "stop", "expect"]
     instance: str | None = None
     grace_s: float | None = None
     graceful: bool = True
+    count: int = 1
 
 
 CoordinatorEvent = Connected | Received | Disconnected | Tick | AdminRequest

@@ -25,6 +25,9 @@ class Instance:
         finished: Whether its ``fit`` is over.
         clock: Votes behind it, by its newest heartbeat.
         step: Optimizer steps behind it, by its newest heartbeat.
+        operation: What it does before its next vote, by its newest heartbeat; empty between two operations.
+        stands_since: When a heartbeat first showed this clock and operation.
+        stands_until: When the newest heartbeat showed them.
     """
 
     hello: Hello
@@ -37,6 +40,15 @@ class Instance:
     finished: bool = False
     clock: int = 0
     step: int = 0
+    operation: str = ""
+    stands_since: float = 0.0
+    stands_until: float = 0.0
+
+    def stand(self, now: float, clock: int, operation: str) -> None:
+        """Note what a heartbeat says of its main thread."""
+        if (clock, operation) != (self.clock, self.operation):
+            self.clock, self.operation, self.stands_since = clock, operation, now
+        self.stands_until = now
 
     @property
     def is_usable(self) -> bool:

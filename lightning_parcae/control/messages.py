@@ -129,10 +129,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I am alive; ``clock`` votes and ``step`` optimizer steps are behind me."""
+    """I am alive; ``clock`` votes and ``step`` optimizer steps are behind me.
+
+    Attributes:
+        clock: Votes completed.
+        step: Optimizer steps made.
+        operation: What I do before the next vote; empty between two operations.
+    """
 
     clock: int
     step: int
+    operation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +264,8 @@ class Request:
         request: Number, unique within the sender's life.
         op: ``set_default`` stores ``value`` unless the key exists and answers what is stored; ``get`` answers that or
             None; ``wait`` answers as soon as the key exists.
-        key: The key.
+        key: The key. Those that begin with ``prepared/`` are set by the oldest instance of a host: a ``wait`` of the
+            one that has become the oldest is answered with False, since nobody else will set the key.
         value: Any JSON value; for ``set_default``.
     """
 
@@ -382,16 +390,18 @@ class AdminCall:
     """A command from ``parcae status`` and its like.
 
     Attributes:
-        op: ``status``, ``preempt``, ``stop``, or ``watch``, which streams :class:`TimelineEntry` messages.
+        op: ``status``, ``preempt``, ``stop``, ``expect``, or ``watch``, which streams :class:`TimelineEntry` messages.
         instance: Whom to preempt.
         grace_s: Seconds of warning, for ``preempt``.
         graceful: Whether to finish the current step, for ``stop``.
+        count: How many instances to wait for before the start, for ``expect``.
     """
 
-    op: Literal["status", "preempt", "stop", "watch"]
+    op: Literal["status", "preempt", "stop", "expect", "watch"]
     instance: str | None = None
     grace_s: float | None = None
     graceful: bool = True
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

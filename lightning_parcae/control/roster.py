@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from lightning_parcae.control.membership import Instance
 from lightning_parcae.control.messages import PROTOCOL_VERSION, Fenced, Hello, Stop, Welcome
+from lightning_parcae.errors import EXIT_REFUSED
 
 MIN_WARM_UP_LEASE_S = 30.0
-EXIT_REFUSED = 5
 
 
 class Roster:
@@ -109,6 +109,11 @@ class Roster:
             generation=generation,
             run_dir=run_dir,
         )
+
+    def is_oldest_of_host(self, name: str) -> bool:
+        """Whether no living instance of the same host joined before."""
+        me = self._living[name]
+        return all(other.order >= me.order for other in self._living.values() if other.hello.host == me.hello.host)
 
     def remove(self, name: str, reason: str) -> Instance:
         """Take an instance out; its process can never come back."""

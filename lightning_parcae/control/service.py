@@ -74,6 +74,7 @@ MAX_UNSENT_WATCH_BYTES = 8 * 1024 * 1024
 KEPT_RECORDS = 20_000
 CLOSE_TIMEOUT_S = 5.0
 LINGER_S = 2.0
+REFUSALS_SHOWN_EVERY_S = 1.0
 
 
 class _RunFiles:
@@ -182,6 +183,9 @@ class Service:
         self._answers: dict[int, Answer] = {}
         self._num_requests = 0
         self._num_unauthenticated = 0
+        self._num_refused = 0
+        self._refusal_shown_at: float | None = None
+        self._newest_refusal = ""
         self._conversations: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._ended = asyncio.Event()
@@ -207,6 +211,7 @@ class Service:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), interval_s)
             self._handle(Tick())
+            self._show_refusals()
             now = loop.time()
             if now >= pulse_at:
                 pulse_at = now + self._failure_timeout_s / 3
@@ -262,7 +267,7 @@ class Service:
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> PeerInfo | None:
         origin = writer.get_extra_info("peername")
         if self._num_unauthenticated >= MAX_UNAUTHENTICATED:
-            log.warning("too many connections that have not proved to know the secret; closing the one from %s", origin)
+            self._note_refusal(f"too many have not proved to know the secret; closed the one from {origin}")
             writer.transport.abort()
             return None
         self._num_unauthenticated += 1
@@ -270,10 +275,26 @@ class Service:
             tune_socket(writer.get_extra_info("socket"), self._failure_timeout_s)
             return await accept_authenticated_async(reader, writer, self._secret, self._job_id)
         except (OSError, MembershipError) as error:
-            log.warning("refused a connection from %s: %s", origin, error)
+            self._note_refusal(f"refused the one from {origin}: {error}")
             return None
         finally:
             self._num_unauthenticated -= 1
+
+    def _note_refusal(self, what: str) -> None:
+        """Note a connection that was not taken; :meth:`_show_refusals` says so."""
+        self._num_refused += 1
+        self._newest_refusal = what
+        self._show_refusals()
+
+    def _show_refusals(self) -> None:
+        """Warn of connections that were not taken, at a bounded rate: anybody can make many of them."""
+        now = time.monotonic()
+        last = self._refusal_shown_at
+        if not self._num_refused or (last is not None and now - last < REFUSALS_SHOWN_EVERY_S):
+            return
+        count, self._num_refused = self._num_refused, 0
+        self._refusal_shown_at = now
+        log.warning("%s not taken: %s", "1 connection" if count == 1 else f"{count} connections", self._newest_refusal)
 
     async def _serve_instance(self, peer: PeerInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = decode(await read_frame(reader))
@@ -309,7 +330,7 @@ class Service:
                 continue
             self._num_requests += 1
             number = self._num_requests
-            self._handle(AdminRequest(number, call.op, call.instance, call.grace_s, call.graceful))
+            self._handle(AdminRequest(number, call.op, call.instance, call.grace_s, call.graceful, call.count))
             answer = self._answers.pop(number)
             self._write(writer, AdminReply(answer.value, answer.error))
 
@@ -405,6 +426,10 @@ class AdminClient:
     def stop(self, graceful: bool = True) -> None:
         """End the job, after the current step if ``graceful``; errors as :meth:`status`."""
         self._call(AdminCall("stop", graceful=graceful))
+
+    def expect(self, count: int) -> None:
+        """Change how many instances the start waits for; errors as :meth:`status`."""
+        self._call(AdminCall("expect", count=count))
 
     def watch(self) -> Iterator[dict[str, Any]]:
         """Yield the events of the timeline, from the beginning and as they happen.

@@ -32,6 +32,17 @@ class StartupValues:
         self._waiting.setdefault(key, []).append((instance, request.request))
         return []
 
+    def give_up(self, key: str, instance: str, value: Any) -> list[Reply]:
+        """Answer the questions of one instance that waits for a key that nobody will set."""
+        waiting = self._waiting.get(key, [])
+        self._waiting[key] = [item for item in waiting if item[0] != instance]
+        return [Reply(number, value) for name, number in waiting if name == instance]
+
+    def waiting_for(self, prefix: str) -> list[tuple[str, str]]:
+        """Return the keys with a prefix for which somebody waits, each with who does."""
+        keys = [key for key in self._waiting if key.startswith(prefix)]
+        return [(key, name) for key in keys for name in dict.fromkeys(name for name, _ in self._waiting[key])]
+
     def forget(self, instance: str) -> None:
         """Drop the questions of an instance that is gone."""
         for key in list(self._waiting):

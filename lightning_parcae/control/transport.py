@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_parcae.control.messages import PROTOCOL_VERSION
-from lightning_parcae.errors import MembershipError
+from lightning_parcae.errors import MembershipError, RefusedError
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_UNAUTHENTICATED_FRAME_BYTES = 64 * 1024
@@ -260,7 +260,7 @@ def _load(frame: bytes, **wanted: type) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise MembershipError("the peer does not speak this protocol: its handshake is not an object")
     if isinstance(fields.get("refused"), str):
-        raise MembershipError(f"the server refused this connection: {fields['refused']}")
+        raise RefusedError(f"the server refused this connection: {fields['refused']}")
     for name, kind in wanted.items():
         if type(fields.get(name)) is not kind:
             raise MembershipError(f"the peer does not speak this protocol: no {name} in its handshake")
@@ -304,7 +304,7 @@ class ClientHandshake:
         fields = _load(challenge, nonce=str, proof=str)
         expected = _proof(self._secret, "server", self._peer, self._nonce, fields["nonce"])
         if not hmac.compare_digest(fields["proof"].encode(), expected.encode()):
-            raise MembershipError(
+            raise RefusedError(
                 "the server does not have the same job secret: set PARCAE_SECRET_FILE (or PARCAE_SECRET) "
                 "to the same secret here and there"
             )
@@ -414,7 +414,7 @@ def connect_authenticated(
         sock.settimeout(None)
     except MembershipError as error:
         sock.close()
-        raise MembershipError(f"{address}: {error}") from error
+        raise type(error)(f"{address}: {error}") from error
     except BaseException:
         sock.close()
         raise

@@ -175,6 +175,7 @@ class Session:
         self._addresses: dict[str, tuple[str, str]] = {}
         self._pause_started: float | None = None
         self._ready_sent = False
+        self._has_finished = False
         # released by the agent's thread
         self._lock = threading.Lock()
         self._interrupt = threading.Event()
@@ -238,17 +239,22 @@ class Session:
         Raises:
             MembershipError: If the members have run different code.
         """
-        while True:
-            try:
-                self._form_pending()
-                payload = attempt()
-                reach("vote")
-                return self._vote(name, payload)
-            except GenerationBrokenError as error:
-                adopted = self._repair(error)
-                if adopted is not None:
-                    return adopted
-                restore()
+        outer = self._agent.operation
+        try:
+            while True:
+                try:
+                    self._form_pending()
+                    self._agent.operation = name
+                    payload = attempt()
+                    reach("vote")
+                    return self._vote(name, payload)
+                except GenerationBrokenError as error:
+                    adopted = self._repair(error)
+                    if adopted is not None:
+                        return adopted
+                    restore()
+        finally:
+            self._agent.operation = outer
 
     def _vote(self, name: str, payload: Payload) -> list[Payload]:
         """Meet the other members; see the module's docstring."""
@@ -266,6 +272,7 @@ class Session:
         payloads: list[Payload] = json.loads(text)
         self.clock += 1
         self._last_vote = text
+        self._agent.operation = ""  # before the clock: a heartbeat in between must not show it with the next vote
         self._agent.clock = self.clock
         names = sorted({str(payload["operation"]) for payload in payloads})
         if len(names) > 1:
@@ -661,10 +668,18 @@ class Session:
         self.hold_all()
         self._tear_down()
         self._serve(FINAL, pack_trainer=True)
+        self._has_finished = True
         self._agent.send(Finished())
 
     def wait_for_spares(self) -> None:
-        """Keep serving the final state until the coordinator says that the spares have it; it bounds the time."""
+        """Keep serving the final state until the coordinator says that the spares have it; it bounds the time.
+
+        Returns at once where there is nothing to serve, since ``fit`` has needed no batch or this is a spare.
+        """
+        if not self._has_finished:
+            if self.layout is None and self._agent.job_finished is None:
+                self._agent.send(Finished())  # nobody else has more to do than this instance had
+            return
 
         def news(agent: Agent) -> bool | None:
             return True if agent.released is not None or agent.job_finished is not None else None

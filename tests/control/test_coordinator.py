@@ -1274,3 +1274,149 @@ def test_generations_go_on_after_a_restart_of_the_coordinator() -> None:
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Coordinator("job", **arguments)
+
+
+# Members that come apart.
+
+
+def beat(job: Job, seconds: float, operations: dict[str, tuple[int, str]]) -> None:
+    """Let time pass in which members show clocks and operations."""
+    until = job.now + seconds
+    while job.now < until:
+        job.now += 0.25
+        for name, (clock, operation) in operations.items():
+            job.say(name, Heartbeat(clock, 7, operation))
+        job.handle(Tick())
+
+
+def test_members_in_different_operations_stop_the_job() -> None:
+    job = Job(expected=2)
+    job.start("a", "b")
+    apart = {"a": (5, "gather"), "b": (5, "training_step of batch 7 in epoch 0")}
+    beat(job, 1.5, apart)
+    assert job.phase == "running"
+    beat(job, 1.5, apart)
+    (stop,) = job.told("a", Stop)
+    assert not stop.graceful
+    assert stop.exit_code == 1
+    assert "come apart: a runs 'gather', b runs 'training_step of batch 7 in epoch 0'" in stop.reason
+    assert "call trainer.save_checkpoint and the like on every instance" in stop.reason
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((5, "training_step"), (5, "training_step")),  # a long step
+        ((5, "training_step"), (5, "")),  # one is still in the user's code between two operations
+        ((6, "validation_step"), (5, "training_step")),  # the end of a vote is under way
+    ],
+)
+def test_members_that_will_meet_are_left_alone(a: tuple[int, str], b: tuple[int, str]) -> None:
+    job = Job(expected=2)
+    job.start("a", "b")
+    beat(job, 30.0, {"a": a, "b": b})
+    assert job.phase == "running"
+
+
+def test_members_that_move_on_are_left_alone() -> None:
+    job = Job(expected=2)
+    job.start("a", "b")
+    for clock in range(5, 15):
+        beat(job, 1.5, {"a": (clock, "gather"), "b": (clock, "training_step")})
+    assert job.phase == "running"
+
+
+def test_nobody_has_come_apart_while_a_generation_forms() -> None:
+    job = Job(expected=2, has_fallback=True)
+    job.start("a", "b", "c", "d")
+    job.kill("a")
+    beat(job, 5.0, {"b": (5, "gather"), "c": (5, "training_step"), "d": (5, "training_step")})
+    assert job.phase == "preparing"
+
+
+def test_a_member_that_never_comes_to_the_boundary_stops_the_job() -> None:
+    job = Job(expected=2)
+    job.start("a", "b")
+    job.say("a", Notice())
+    job.join("c")
+    assert not job.prepare_of("a").urgent
+    job.acknowledge("a", "c", clock=5)
+    beat(job, 1.5, {"a": (5, ""), "b": (5, "gather"), "c": (0, "")})
+    assert job.phase == "preparing"
+    beat(job, 1.5, {"a": (5, ""), "b": (5, "gather"), "c": (0, "")})
+    (stop,) = job.told("a", Stop)
+    assert "a waits at the step boundary, b runs 'gather'" in stop.reason
+
+
+# Jobs without a step.
+
+
+def test_a_fit_that_needs_no_batch_ends_the_job() -> None:
+    job = Job(expected=2)
+    job.connect("a", "b")
+    job.say("a", Finished())
+    job.say("a", Goodbye())
+    job.pass_time(5.0)
+    assert job.phase == "waiting"  # b may have more to do
+    job.say("b", Finished())
+    assert job.phase == "done"
+    assert job.coordinator.exit_code == 0
+    assert "died" not in [record.name for record in job.records]
+
+
+def test_a_fit_that_needs_no_batch_does_not_wait_for_ever_for_others() -> None:
+    job = Job()
+    job.connect("a")
+    job.say("a", Finished())
+    job.say("a", Goodbye())
+    assert job.phase == "waiting"
+    job.pass_time(31.0)
+    assert job.phase == "done"
+
+
+def test_a_joiner_that_needs_no_batch_does_not_end_the_others() -> None:
+    job = Job(expected=2)
+    job.start("a", "b")
+    job.connect("c")
+    job.say("c", Finished())
+    job.pass_time(40.0)
+    assert job.phase == "running"
+
+
+# Start-up.
+
+
+def test_the_start_does_not_wait_for_one_that_will_not_come() -> None:
+    job = Job(expected=3)
+    job.join("a", "b")
+    job.pass_time(1.0)
+    assert job.phase == "waiting"
+    job.handle(AdminRequest(1, "expect", count=2))
+    assert job.phase == "preparing"
+
+
+def test_the_next_instance_of_a_host_prepares_the_data() -> None:
+    job = Job()
+    job.connect("a", "b")
+    job.connect("c", host="other")
+    job.connect("d")
+    for number, (name, host) in enumerate([("b", "h"), ("d", "h")]):
+        job.say(name, Request(number, "wait", f"prepared/{host}"))
+    assert job.told("b", Reply) == []
+    job.kill("a")
+    assert job.told("b", Reply) == [Reply(0, False)]
+    assert job.told("d", Reply) == []
+    job.kill("b")
+    assert job.told("d", Reply) == [Reply(1, False)]
+    job.connect("e")
+    job.say("e", Request(5, "wait", "prepared/h"))
+    job.say("d", Request(2, "set_default", "prepared/h", True))
+    assert job.told("e", Reply) == [Reply(5, True)]
+
+
+def test_one_that_asks_after_the_preparing_instance_died_prepares_the_data() -> None:
+    job = Job()
+    job.connect("a", "b")
+    job.kill("a")
+    job.say("b", Request(1, "wait", "prepared/h"))
+    assert job.told("b", Reply) == [Reply(1, False)]

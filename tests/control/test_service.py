@@ -30,7 +30,7 @@ from lightning_parcae.control.transport import (
     recv_frame,
     send_frame,
 )
-from lightning_parcae.errors import FencedError, JobFailedError, MembershipError
+from lightning_parcae.errors import FencedError, JobFailedError, MembershipError, RefusedError
 
 
 @pytest.fixture
@@ -587,3 +587,22 @@ def test_the_service_needs_a_secret_to_be_reached_from_outside() -> None:
 
     with pytest.raises(ValueError, match="PARCAE_SECRET_FILE"):
         asyncio.run(main())
+
+
+def test_refused_connections_are_counted_instead_of_shown_one_by_one(
+    service: LiveService, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(20):
+        with pytest.raises(RefusedError):
+            connect_authenticated(service.address, b"another secret!!", "job", "x", "instance")
+    eventually(lambda: "connections not taken" in caplog.text)
+    shown = [record.getMessage() for record in caplog.records if "not taken" in record.getMessage()]
+    assert len(shown) <= 4
+    assert "refused the one from" in shown[0]
+
+
+def test_who_is_refused_knows_the_exit_code(service: LiveService) -> None:
+    for options in ({"secret": b"another secret!!"}, {"job_id": "another"}):
+        with pytest.raises(RefusedError) as caught:
+            service.agent("a", **options).connect(5.0)
+        assert caught.value.exit_code == 5

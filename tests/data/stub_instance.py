@@ -3,6 +3,8 @@
 stub_instance.py train STEPS     count 20 ms steps from the first generation on, then end
 stub_instance.py fail STEPS      rank 0 raises half-way
 stub_instance.py crash           exit before connecting
+stub_instance.py crash-i1 STEPS  as train, but i1 exits before connecting
+stub_instance.py checkpoint STEPS  as train, and say that a checkpoint of step 7 was written
 stub_instance.py nofit           end without connecting
 """
 
@@ -19,6 +21,7 @@ from lightning_parcae.control.agent import Agent
 from lightning_parcae.control.messages import (
     Ack,
     Commit,
+    Event,
     Failed,
     Finished,
     Formed,
@@ -123,6 +126,8 @@ class Stub:
             self.started_path.write_text(repr(time.time()))
         self.agent.clock = self.clock
         self.agent.send(Formed(generation, 0.01, 0))
+        if self.mode == "checkpoint":
+            self.agent.send(Event("checkpoint", {"identifier": "c", "step": 7, "reason": "interval"}))
         print(f"{NAME} in generation {generation}")
 
     def progress(self) -> None:
@@ -138,7 +143,7 @@ def main() -> None:
     """Run in the mode that the command line names."""
     mode, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
     print(f"{NAME} starts with {len(sys.argv)} words")
-    if mode == "crash":
+    if mode == "crash" or mode == f"crash-{NAME}":
         raise RuntimeError("the stub crashes")
     if mode == "nofit":
         return

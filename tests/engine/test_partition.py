@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import random
 
 import pytest
@@ -114,3 +115,48 @@ def test_the_fingerprint_names_shapes_and_settings() -> None:
     assert fingerprint(module, "net", [2, None]) != first
     module.net = nn.Sequential(nn.Linear(2, 3))
     assert fingerprint(module, "net", [1, None]) != first
+
+
+def test_slices_and_sums_are_plain_sequentials() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    pipelined = PipelinedSequential(plain)
+    assert type(pipelined[1:]) is nn.Sequential
+    assert list(pipelined[1:].state_dict()) == list(plain[1:].state_dict()) == ["2.weight", "2.bias"]
+    assert pipelined[-1] is plain[-1]
+    assert len(pipelined + nn.Sequential(nn.ReLU())) == 4
+    assert len(pipelined * 2) == 6
+    pipelined.append(nn.ReLU()).insert(1, nn.ReLU())
+    assert len(pipelined) == 5
+
+
+def test_a_guard_watches_the_state_and_does_not_travel() -> None:
+    module = nn.Module()
+    module.net = PipelinedSequential(nn.Sequential(nn.Linear(2, 2)))
+    calls: list[int] = []
+    module.net.set_guard(lambda: calls.append(1))
+    module.state_dict()
+    module.net.state_dict()
+    assert len(calls) == 2
+    copy.deepcopy(module).state_dict()
+    pickle.loads(pickle.dumps(module)).state_dict()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
+def test_hooks_on_the_pipelined_module_are_refused_and_on_its_layers_are_not(kind: str) -> None:
+    module = nn.Module()
+    module.net = nn.Sequential(nn.Linear(2, 2))
+    getattr(module.net[0], f"register_{kind}")(lambda *args: None)
+    check_pipeline(module, "net", batch_norm=None)
+    getattr(module.net, f"register_{kind}")(lambda *args: None)
+    with pytest.raises(ValueError, match=r"net itself has .* hooks"):
+        check_pipeline(module, "net", batch_norm=None)
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    module = nn.Module()
+    module.net = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"net\.0\.weight, net\.0\.bias have no shape yet.*run one batch"):
+        check_pipeline(module, "net", batch_norm=None)
+    module.net(torch.zeros(1, 3))
+    check_pipeline(module, "net", batch_norm=None)

@@ -75,7 +75,7 @@ def _run_instance(
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except BaseException as error:
         traceback.print_exc()
-        code = getattr(error, "exit_code", 1)  # as run_script does
+        code = getattr(error, "exit_code", 1)  # as install_exit_codes does
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # as at the end of a script, but without the fork server's own clean-up

@@ -143,7 +143,7 @@ def _one_event(
     else:
         alive.discard(name)
         number_of = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "notice": signal.SIGTERM}[kind]
-        want_code[name] = {"kill": -signal.SIGKILL, "stop": 1, "notice": 0}[kind]
+        want_code[name] = {"kill": -signal.SIGKILL, "stop": 5, "notice": 0}[kind]
         job.signal(name, number_of)
         gone = ("died", "left", "released") if kind == "notice" else ("died",)
         job.wait_until(lambda: any(_has(job, event, name) for event in gone), 40, f"{name} is seen to go ({kind})")

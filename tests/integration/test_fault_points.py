@@ -167,7 +167,7 @@ class Ordeal:
             self.job.signal(name, signal.SIGCONT)
         codes = self.job.join(timeout_s)
         for name, code in codes.items():
-            want = {-signal.SIGKILL} if name in self.killed else {1} if name in self.stopped else {0}
+            want = {-signal.SIGKILL} if name in self.killed else {5} if name in self.stopped else {0}
             assert code in want, f"{name} ended with {code}\n{self.job.report()}"
         for name in self.stopped:
             assert "declared dead" in (self.job.run_dir / f"{name}.log").read_text()

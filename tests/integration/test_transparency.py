@@ -102,7 +102,7 @@ def test_kill_stop_notice_and_join(
         assert job.step < 50, "the events came too late to matter; make the steps slower"
         (job.run_dir / "hurry").touch()
         codes = job.join()
-        assert codes == {name: 0 for name in codes} | {killed: -signal.SIGKILL, stopped: 1}, job.report()
+        assert codes == {name: 0 for name in codes} | {killed: -signal.SIGKILL, stopped: 5}, job.report()
         assert "declared dead" in (job.run_dir / f"{stopped}.log").read_text()
         assert not (job.run_dir / f"result-{leaving}.pt").exists()  # it left inside of fit
         assert not job.timeline("rolled_back")
