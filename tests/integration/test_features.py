@@ -426,7 +426,7 @@ def test_refusals_end_every_instance_before_the_first_step(tmp_path: Path, case:
 
 
 @pytest.mark.parametrize(
-    ("case", "message", "code"), [("other_shape", "fingerprint", 5), ("other_version", "0.0.1", 1)]
+    ("case", "message", "code"), [("other_shape", "fingerprint", 5), ("other_version", "0.0.1", 5)]
 )
 def test_an_instance_that_does_not_fit_is_refused_alone(tmp_path: Path, case: str, message: str, code: int) -> None:
     job = jobs.Job(tmp_path, refuse, {"out": str(tmp_path), "case": case}, expected=2)
