@@ -331,12 +331,7 @@ class Session:
         def news(agent: Agent) -> Prepare | Commit | JobFinished | None:
             if agent.job_finished is not None:
                 return agent.job_finished
-            prepare = agent.newest_prepare
-            if prepare is not None and prepare.generation > max(self._acked, self._generation):
-                # away from a boundary, only an urgent one may be joined: a planned one waits for its boundary
-                if (at_boundary or prepare.urgent) and self._endpoint.name in prepare.members:
-                    return prepare
-            return agent.commit_of(self._acked) if self._acked > self._generation else None
+            return self._next_announcement(agent, at_boundary=at_boundary)
 
         while True:
             item = self._agent.wait(news, timeout_s=None)
@@ -346,6 +341,15 @@ class Session:
                 raise JobOver  # the others have completed the last vote: this member had entered it
             assert isinstance(item, Prepare)
             self._acknowledge(item, at_boundary=at_boundary)
+
+    def _next_announcement(self, agent: Agent, *, at_boundary: bool) -> Prepare | Commit | None:
+        """Return an announcement that waits for this member's answer, or the commit of the one it has answered."""
+        prepare = agent.newest_prepare
+        if prepare is not None and prepare.generation > max(self._acked, self._generation):
+            # away from a boundary, only an urgent one may be joined: a planned one waits for its boundary
+            if (at_boundary or prepare.urgent) and self._endpoint.name in prepare.members:
+                return prepare
+        return agent.commit_of(self._acked) if self._acked > self._generation else None
 
     def _acknowledge(self, prepare: Prepare, *, at_boundary: bool) -> None:
         self._acked = prepare.generation
@@ -400,9 +404,7 @@ class Session:
             # from here on only what replaces this generation may interrupt
             self._generation = commit.generation
             self._interrupt.clear()
-            client = self._client = StateClient(
-                secret=self._endpoint.secret, job_id=self._endpoint.job_id, incarnation=self._endpoint.incarnation
-            )
+            client = self._client = self._new_client()
         self._raise_if_superseded()
         self._addresses = dict(commit.addresses)
         try:
@@ -529,6 +531,10 @@ class Session:
             raise LookupError(f"{self._endpoint.name} does not hold layer {layer}")
         return layer_state(self._host.layers[layer], self._host.optimizers)
 
+    def _new_client(self) -> StateClient:
+        endpoint = self._endpoint
+        return StateClient(secret=endpoint.secret, job_id=endpoint.job_id, incarnation=endpoint.incarnation)
+
     def fetch_layers(self, layers: Sequence[int]) -> dict[int, Any]:
         """Fetch layers that other members hold, inside an operation of which they are a part.
 
@@ -542,9 +548,7 @@ class Session:
             for layer in self.layout.layers_of_stage(stage)
         }
         with self._lock:
-            client = self._client = StateClient(
-                secret=self._endpoint.secret, job_id=self._endpoint.job_id, incarnation=self._endpoint.incarnation
-            )
+            client = self._client = self._new_client()
         self._raise_if_superseded()
         try:
             requests = [(self._addresses[holder[layer]][0], f"layer:{layer}") for layer in layers]
@@ -614,11 +618,7 @@ class Session:
                 return Release(stop.reason)
             if agent.job_finished is not None:
                 return agent.job_finished
-            prepare = agent.newest_prepare
-            if prepare is not None and prepare.generation > max(self._acked, self._generation):
-                if name in prepare.members:
-                    return prepare
-            return agent.commit_of(self._acked) if self._acked > self._generation else None
+            return self._next_announcement(agent, at_boundary=True)
 
         reach("ready")
         item = self._agent.wait(news, timeout_s=None)
@@ -693,9 +693,7 @@ class Session:
         addresses = [finished.addresses[holder][0] for holder in finished.holders]
         last: MigrationError | None = None
         for address in addresses:
-            client = StateClient(
-                secret=self._endpoint.secret, job_id=self._endpoint.job_id, incarnation=self._endpoint.incarnation
-            )
+            client = self._new_client()
             try:
                 self._host.inject_trainer(client.fetch(address, "trainer", FINAL, self._endpoint.failure_timeout_s))
                 layers = range(len(self._host.layers))
