@@ -1,0 +1,1 @@
+"""What would happen: policies and systems on traces, for a model, with nothing bought and nothing trained."""

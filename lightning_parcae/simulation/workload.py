@@ -1,0 +1,144 @@
+"""What is simulated: a model's profile with what its migrations move, and the examples that come with the package.
+
+A profile file says how fast each configuration trains. For migrations the state of each layer is needed too: our own
+profiles of layers have it, the reference system's do, a bare table of throughputs may give it as ``layer_bytes``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lightning_parcae.availability.trace import AvailabilityTrace
+from lightning_parcae.planning.cost import MeasuredCost, ReferenceCost
+from lightning_parcae.planning.profile import ModelProfile, ThroughputProfile, profile_from_json
+
+_EXAMPLES = "lightning_parcae.simulation.examples"
+_REFERENCE_PROFILES = "parcae-profiles.json"
+
+#: Example traces: name, file, and where it is from.
+TRACES: Mapping[str, tuple[str, str]] = {
+    "aws-p3": ("aws-p3.csv", "AWS p3.2xlarge spot, 11.4 h, 32 requested; JF-D/Parcae, MIT"),
+    "aws-g4dn": ("aws-g4dn.csv", "AWS g4dn spot; uclasystem/bamboo, MIT"),
+    "gcp-v100": ("gcp-v100.txt", "GCP V100 spot, 80 requested, a day; uclasystem/bamboo, MIT"),
+    "gcp-a100": ("gcp-a100.txt", "GCP A100 spot, 64 requested, a day; uclasystem/bamboo, MIT"),
+}
+
+#: Example profiles: 32 p3.2xlarge (V100 16 GB, 10 Gb/s), from JF-D/Parcae.
+PROFILES: tuple[str, ...] = ("gpt-1.5b", "gpt-6.7b", "bert", "resnet152", "vgg19")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to train.
+
+    Attributes:
+        name: Name of the profile, for people.
+        profile: Throughput of each configuration.
+        layer_bytes: State of each layer; a single layer of 0 bytes if unknown.
+        cuts: Boundaries of the layers for each number of stages; even where it is not given.
+        num_samples: Samples of a global batch.
+        tokens_per_sample: Length of a sample; None if it has no tokens, or is unknown.
+        reference_cost: Migration costs of the reference system; None if there are none for this model.
+    """
+
+    name: str
+    profile: ThroughputProfile | ModelProfile
+    layer_bytes: tuple[int, ...]
+    cuts: Mapping[int, tuple[int, ...]]
+    num_samples: int = 1
+    tokens_per_sample: int | None = None
+    reference_cost: ReferenceCost | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, or 1 if only its throughput is known."""
+        return len(self.layer_bytes)
+
+    def measured_cost(self, **terms: Any) -> MeasuredCost:
+        """Return this package's own migration costs for this model.
+
+        Args:
+            **terms: Terms of :class:`~lightning_parcae.planning.cost.MeasuredCost` that differ from the defaults.
+        """
+        return MeasuredCost(layer_bytes=self.layer_bytes, boundaries=self.cuts, **terms)
+
+
+def read_workload(source: str | Path, *, model: str | None = None) -> Workload:
+    """Read a profile file, or an example by its name.
+
+    Args:
+        source: A file, or one of :data:`PROFILES`.
+        model: Which model of a file of the reference system; may be left out if there is only one.
+
+    Raises:
+        ValueError: If it is no profile; the message names the file, what was found and what is wanted.
+        OSError: If it cannot be read.
+    """
+    if str(source) in PROFILES and not Path(source).is_file():
+        text = resources.files(_EXAMPLES).joinpath(_REFERENCE_PROFILES).read_text(encoding="utf-8")
+        return _from_reference(json.loads(text), str(source))
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"there is no profile {source}: give a file, or one of the examples {', '.join(PROFILES)}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict) and isinstance(value.get("models"), dict):
+            names = list(value["models"])
+            if model is None and len(names) != 1:
+                raise ValueError(f"it holds several models, say which: {', '.join(names)}")
+            return _from_reference(value, model if model is not None else names[0])
+        return _from_own(value)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSONDecodeError is a ValueError
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: {text}") from error
+
+
+def read_trace(source: str | Path, *, interval_s: float = 60.0) -> AvailabilityTrace:
+    """Read a trace file, or an example by its name.
+
+    Raises:
+        ValueError: If it is no trace; the message names file and line.
+        OSError: If it cannot be read.
+    """
+    if str(source) in TRACES and not Path(source).is_file():
+        text = resources.files(_EXAMPLES).joinpath(TRACES[str(source)][0]).read_text(encoding="utf-8")
+        return AvailabilityTrace.parse(text, source=str(source), interval_s=interval_s)
+    if not Path(source).is_file():
+        raise ValueError(f"there is no trace {source}: give a file, or one of the examples {', '.join(TRACES)}")
+    return AvailabilityTrace.read(source, interval_s=interval_s)
+
+
+def _from_reference(data: Mapping[str, Any], model: str) -> Workload:
+    profile = ThroughputProfile.from_reference(data, model)
+    facts = data["models"][model]
+    cost = ReferenceCost.from_reference(data, model) if model in PROFILES else None
+    sizes = [float(count) for count in facts["layer_params"]]
+    states = 12.0 if cost is None else cost.states_per_param
+    most = max(config.num_stages for config in profile.rates)
+    return Workload(
+        name=model,
+        profile=profile,
+        layer_bytes=tuple(int(states * count) for count in sizes),
+        cuts={} if cost is None else {stages: cost.boundaries(stages) for stages in range(1, most + 1)},
+        num_samples=int(facts["global_batch"]),
+        tokens_per_sample=int(facts["seq_length"]) if "seq_length" in facts else None,
+        reference_cost=cost,
+    )
+
+
+def _from_own(value: Any) -> Workload:
+    profile = profile_from_json(value)
+    tokens = value.get("tokens_per_sample")
+    if isinstance(profile, ModelProfile):
+        sizes = tuple(layer.state_bytes for layer in profile.layers)
+        cuts = {stages: profile.boundaries(stages) for stages in range(1, len(sizes) + 1)}
+        return Workload(profile.name, profile, sizes, cuts, profile.num_samples, tokens)
+    sizes = tuple(int(size) for size in value.get("layer_bytes", (0,)))
+    if not sizes or min(sizes) < 0:
+        raise ValueError(f"layer_bytes should list the state of each layer in bytes, got {list(sizes)}")
+    return Workload(profile.name, profile, sizes, {}, int(value.get("num_samples", 1)), tokens)
