@@ -1,8 +1,12 @@
-"""The ``parcae`` command: run jobs, look at them, warn and stop them, read what they left."""
+"""The ``parcae`` command: run jobs, look at them, warn and stop them, read what they left, plan and simulate others.
+
+A command with a module of its own (``parcae simulate``) is loaded when it is called: ``parcae --help`` is quick.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -22,6 +26,30 @@ _EXIT_CODES = """\
 exit codes: 0 finished, 1 the job failed (traceback shown), 2 wrong usage, 3 state lost and no checkpoint,
             4 too few instances for too long, 5 refused (versions, script or secret differ), 130 interrupted
 """
+
+
+#: Commands with a module of their own, and what they do.
+_MODULES = {
+    "profile": "measure a script's layers and the link between instances into a profile",
+    "plan": "show which configurations are feasible and what the planner would do; nothing is trained",
+    "forecast": "test forecasts of a trace against what came",
+    "simulate": "tell what policies would train on traces, and what it would cost",
+}
+
+
+class _LazyCommand(argparse.ArgumentParser):
+    """A command whose arguments are declared when it is called, by the module that carries it out."""
+
+    module_name: str | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See :class:`argparse.ArgumentParser`."""
+        name, self.module_name = self.module_name, None
+        if name is not None:
+            module = importlib.import_module(name)
+            module.add_arguments(self)
+            self.set_defaults(run=module.run)
+        return super().parse_known_args(args, namespace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,10 +78,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning-parcae {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_LazyCommand)
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], summary: str, **more: Any) -> argparse.ArgumentParser:
-        command = commands.add_parser(
+    def add(name: str, run: Callable[[argparse.Namespace], int] | None, summary: str, **more: Any) -> _LazyCommand:
+        command: _LazyCommand = commands.add_parser(
             name,
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
@@ -79,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     command.add_argument("--samples", type=_count, metavar="N", help="samples in an epoch; counts what was left out")
     command.add_argument("--json", action="store_true", help="print everything as JSON")
+    for name, summary in _MODULES.items():
+        add(name, None, summary).module_name = f"lightning_parcae.{name}_command"
     command = add("demo", _demo, "watch two models train through a kill, a stop, a notice and two joins (2-3 min)")
     command.add_argument("--quick", action="store_true", help="fewer steps")
     command.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, timelines and records there")

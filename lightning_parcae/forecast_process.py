@@ -3,6 +3,7 @@
 Fitting a model needs pmdarima, scikit-learn and pandas, seconds of a core with the interpreter's lock held half of the
 time, and changes the warning filters of the whole process while it lasts. None of that belongs into a process that
 trains. The helper is started by the first forecast, has a low priority, and ends with its parent: its input is closed.
+If it fails, one warning says so, and the built-in fit, which needs nothing but numpy, takes its place here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import IO, Any
 from numpy.typing import ArrayLike
 
 from lightning_parcae.availability.arima import ArimaForecaster
-from lightning_parcae.availability.forecast import NOTHING, EventLaw, Forecast, cleaned
+from lightning_parcae.availability.forecast import EventLaw, Forecast, cleaned
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ Order = tuple[int, int, int]
 
 _TIMEOUT_S = 60.0  # the first forecast imports pmdarima, which takes seconds on a busy machine
 _NICE = 10
+_BUDGET_S = 1.0  # for one fit; far above what is usual, far below an interval
 
 
 class ForecastProcess:
@@ -54,7 +56,8 @@ class ForecastProcess:
         """Return the helper's answer.
 
         Raises:
-            OSError: If the helper cannot be started, has died or does not answer; it is not tried again.
+            OSError: If the helper cannot be started, has died or does not answer; it is not tried again, and a warning
+                is logged the first time.
         """
         with self._lock:
             if self._has_failed:
@@ -64,6 +67,7 @@ class ForecastProcess:
             except (OSError, ValueError) as error:
                 self._has_failed = True
                 self._end()
+                log.warning("the process that fits ARIMA models failed: %s; a simpler fit takes its place", error)
                 raise OSError(f"the forecast process failed: {error}") from error
 
     def close(self) -> None:
@@ -103,26 +107,21 @@ class RemoteArima:
     def __init__(self, process: ForecastProcess, order: Order | None) -> None:
         self._process = process
         self._order = order
-        self._name = ArimaForecaster(order).name
-        self._has_warned = False
+        self._built_in = ArimaForecaster(order, built_in=True)
 
     @property
     def name(self) -> str:
         """See :class:`~lightning_parcae.availability.forecast.Forecaster`."""
-        return self._name
+        return self._built_in.name
 
     def forecast(self, history: ArrayLike, *, horizon: int, capacity: int) -> Forecast:
         """See :class:`~lightning_parcae.availability.forecast.Forecaster`."""
         counts = cleaned(history, capacity).tolist()
         question = {"order": self._order, "history": counts, "horizon": horizon, "capacity": capacity}
         try:
-            laws = [_law_from_json(law) for law in self._process.ask(question)]
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning("%s forecasts no change from now on: %s", self._name, error)
-            laws = [NOTHING] * horizon
-        return Forecast(tuple(laws), self._name)
+            return Forecast(tuple(_law_from_json(law) for law in self._process.ask(question)), self.name)
+        except OSError:
+            return self._built_in.forecast(counts, horizon=horizon, capacity=capacity)
 
 
 def _law_from_json(value: Any) -> EventLaw:
@@ -162,7 +161,9 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         order = None if question["order"] is None else tuple(question["order"])
-        forecaster = forecasters.setdefault(order, ArimaForecaster(order))
+        if order not in forecasters:
+            forecasters[order] = ArimaForecaster(order, budget_s=_BUDGET_S, clock=time.monotonic)
+        forecaster = forecasters[order]
         forecast = forecaster.forecast(question["history"], horizon=question["horizon"], capacity=question["capacity"])
         answers.write(json.dumps([[law.kinds, law.chances] for law in forecast.laws]) + "\n")
         answers.flush()

@@ -25,7 +25,7 @@ from lightning_parcae.control.messages import Event, Plan
 from lightning_parcae.errors import JobFailedError, MembershipError, PlanError
 from lightning_parcae.planning.job_history import JobHistory
 from lightning_parcae.planning.job_planner import Decision, JobPlanner
-from lightning_parcae.planning.job_profile import StepTime
+from lightning_parcae.planning.job_profile import LinkSpeed, StepTime
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import table_to_json
 
@@ -107,6 +107,10 @@ class Planner:
         job: What decides.
         profile_path: Where the profile with what was measured is written; None for nowhere.
         on_end: Called in the thread when it ends.
+
+    Attributes:
+        steps: Step times, noted by the training thread.
+        link: What a probe has found between the members; set by the training thread.
     """
 
     def __init__(
@@ -118,7 +122,8 @@ class Planner:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps = StepTimes()
-        self._link = link
+        self.link: LinkSpeed | None = None
+        self._control = link
         self._job = job
         self._profile_path = profile_path
         self._on_end = on_end
@@ -211,11 +216,13 @@ class Planner:
     def _plan_once(self, stopping: threading.Event) -> float:
         """Plan; return how long to wait until the next time, in seconds."""
         try:
-            answer = self._link.request("get", HISTORY_KEY, timeout_s=_ANSWER_TIMEOUT_S)
+            answer = self._control.request("get", HISTORY_KEY, timeout_s=_ANSWER_TIMEOUT_S)
         except TimeoutError:
             return self._interval_s
         history = JobHistory.from_json(answer)
         started = time.perf_counter()
+        if self.link is not None:
+            self._job.take_link(self.link)
         decision = self._job.decide(history, self.steps.measured())
         seconds = time.perf_counter() - started
         if decision is None:
@@ -226,10 +233,11 @@ class Planner:
                 "parcae/forecast_lost": decision.expected_lost,
                 "parcae/forecast_skill": decision.skill,
                 "parcae/plan_s": seconds,
+                **({} if decision.forecast_mae is None else {"parcae/forecast_mae": decision.forecast_mae}),
             }
             if not self._has_spoken:
                 self._has_spoken = True
-                self._link.send(Event("planner", self._describe(decision)))
+                self._control.send(Event("planner", self._describe(decision)))
             self._announce(decision, history, seconds)
         since = history.started_at if history.started_at is not None else history.now
         # a little later than the interval's beginning, so that the next question falls into it
@@ -237,7 +245,14 @@ class Planner:
 
     def _describe(self, decision: Decision) -> dict[str, Any]:
         settings = self._job.settings
-        return {"policy": settings.policy, "interval_s": settings.interval_s, "intervals": decision.num_intervals}
+        said: dict[str, Any] = {
+            "policy": settings.policy,
+            "interval_s": settings.interval_s,
+            "intervals": decision.num_intervals,
+        }
+        if self.link is not None:
+            said["link"] = {"latency_s": self.link.latency_s, "bytes_per_s": self.link.bytes_per_s}
+        return said
 
     def _announce(self, decision: Decision, history: JobHistory, seconds: float) -> None:
         pairs = table_to_json(decision.table)
@@ -246,7 +261,7 @@ class Planner:
             return
         log.info("plan: %s (forecast: %s)", decision.reason, decision.forecast_by)
         details = {**decision.details(), "plan_s": round(seconds, 5), "num_instances": history.num_instances}
-        self._link.send(Plan(table=table, reason=decision.reason, details=details))
+        self._control.send(Plan(table=table, reason=decision.reason, details=details))
         self._write_profile()
 
     def _write_profile(self) -> None:

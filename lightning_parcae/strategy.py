@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,16 @@ from lightning_parcae.planner import Planner
 from lightning_parcae.planning.job_planner import PlannerSettings
 from lightning_parcae.planning.job_profile import Limits
 from lightning_parcae.planning.layout import Layout
-from lightning_parcae.profiling import build_planner
+from lightning_parcae.planning.profile import ModelProfile, ThroughputProfile
+from lightning_parcae.profiling import (
+    ScriptMeasurement,
+    SilentLogger,
+    build_planner,
+    measure_profile,
+    memory_of,
+    read_given_profile,
+    within_memory,
+)
 from lightning_parcae.refusals import one_optimizer, refuse_loaders, refuse_model, refuse_optimizers, refuse_settings
 from lightning_parcae.run_logs import RunLogs
 from lightning_parcae.sharding.ledger import CommitRecord
@@ -94,6 +104,8 @@ class ParcaeStrategy(ParallelStrategy):
             event rates), ``"arima"`` (as ``"auto"``, with ARIMA models among the candidates) or ``"last_value"`` (no
             events expected).
         profile: Path of a JSON profile to plan with, instead of measuring the layers in the job.
+        device_memory: GiB that an instance has on its devices together; layouts that need more are never run. None:
+            nine tenths of what its CUDA devices have, and no limit on CPU.
         failure_timeout: Seconds without a sign of life after which an instance counts as gone; by default what
             ``parcae run --failure-timeout`` was told, else 20. Give the coordinator the same. All other timeouts
             derive from it.
@@ -138,6 +150,7 @@ class ParcaeStrategy(ParallelStrategy):
         horizon: int | None = None,
         forecaster: Literal["auto", "events", "arima", "last_value"] = "auto",
         profile: str | None = None,
+        device_memory: float | None = None,
         failure_timeout: float | None = None,
         min_instances_timeout: float | None = None,
         max_step_failures: int = 3,
@@ -173,6 +186,8 @@ class ParcaeStrategy(ParallelStrategy):
         _check_range("horizon", horizon, 1)
         if not interval > 0:
             raise ValueError(f"interval must be above 0 seconds, got {interval}")
+        if device_memory is not None and not device_memory > 0:
+            raise ValueError(f"device_memory must be above 0 GiB, got {device_memory}")
         if failure_timeout is None:
             failure_timeout = float(os.environ.get("PARCAE_FAILURE_TIMEOUT", DEFAULT_FAILURE_TIMEOUT_S))
         if failure_timeout < 1:
@@ -202,6 +217,7 @@ class ParcaeStrategy(ParallelStrategy):
             policy=policy, interval_s=float(interval), horizon=horizon, forecaster=forecaster
         )
         self._profile = profile
+        self._device_memory = device_memory
         self._failure_timeout_s = float(failure_timeout)
         self._min_instances_timeout_s = min_instances_timeout
         self._max_step_failures = max_step_failures
@@ -218,6 +234,7 @@ class ParcaeStrategy(ParallelStrategy):
         self._operation: BatchOperation | None = None
         self._fallback: Fallback | None = None
         self._planner: Planner | None = None
+        self._base_profile: ModelProfile | ThroughputProfile | None = None
         self._supply = BatchSupply(micro_batch_size=micro_batch_size, boundary=self._boundary)
         self._whole_state = WholeState(self)
         self._run_logs = RunLogs()
@@ -231,6 +248,11 @@ class ParcaeStrategy(ParallelStrategy):
         self._results_settings: list[str] | None = None
         self._gradients_seen: list[tuple[Tensor, int]] = []
         self._has_left = False
+        self._measurement = ScriptMeasurement.requested()
+        if self._measurement is not None:  # by itself, and it keeps nothing
+            self._measurement.reach(reached="strategy")
+            self._coordinator = self._run_dir = self._fallback_dir = None
+            self._commit_records = False
 
     @classmethod
     @override
@@ -264,7 +286,7 @@ class ParcaeStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self._coordinator is None and self.num_local_instances > 1:
+        if self._coordinator is None and self.num_local_instances > 1 and self._measurement is None:
             self._launcher = SupervisorLauncher(self)
         else:
             self._launcher = InstanceLauncher(self)
@@ -374,6 +396,9 @@ class ParcaeStrategy(ParallelStrategy):
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            if self._measurement is not None:
+                self._measurement.reach(reached="fit")
+                trainer.num_sanity_val_steps = 0
             self.check_module(module)
             self._install_pipeline(module)
         with one_optimizer():
@@ -528,6 +553,8 @@ class ParcaeStrategy(ParallelStrategy):
         """Between two steps: meet changes of the membership, write the fallback checkpoint."""
         session = self._session
         if isinstance(session, SoloSession):
+            if self._measurement is not None:
+                self._measure(self._measurement, loader)
             self._resume_alone(session)
             self._write_fallback(loader)
             return
@@ -556,17 +583,49 @@ class ParcaeStrategy(ParallelStrategy):
             log.warning("going on from the checkpoint %s of an earlier run", newest.identifier)
             self._fallback.restore(self, newest, range(len(self.layers)))
 
-    def _describe_job(self) -> tuple[JobSpec, CheckpointRef | None]:
-        """Describe the job to the coordinator, after a throw-away step that makes the first real one fast."""
-        loader = self._train_loader
-        assert self._operation is not None and self.lightning_module is not None
+    def _measure(self, measurement: ScriptMeasurement, loader: ElasticLoader) -> None:
+        """Measure layers, then steps, then end the script; see `parcae profile`."""
+        trainer = self.trainer
+        if measurement.is_complete:
+            self._end_measurement()
+        if not measurement.has_layers:
+            sample = self._warm_up(loader)
+            trainer.loggers = [SilentLogger(logger) for logger in trainer.loggers]
+            device = self.local_devices[0]
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            measurement.take_layers(self._measure_profile(loader, sample, Path(sys.argv[0]).name), self.layers, name)
+
+    def _end_measurement(self) -> None:
+        assert self._measurement is not None
+        if self._measurement.has_layers:
+            self._measurement.finish(self.layers, self.optimizers)
+        raise LeaveJob("the script has been measured")
+
+    def _measure_profile(self, loader: ElasticLoader, sample: Tensor | None, name: str) -> ModelProfile:
+        with isolated_rng():  # measuring runs dropout layers
+            return measure_profile(
+                self._limits(loader),
+                layers=self.layers,
+                sample=sample,
+                context=self.precision_plugin.train_step_context,
+                num_samples=loader.max_samples,
+                recompute=self._recompute != "never",
+                memory_bytes=memory_of(self.local_devices, self._device_memory),
+                name=name,
+            )
+
+    def _warm_up(self, loader: ElasticLoader) -> Tensor | None:
+        """Do a throw-away step that makes the first real one fast; return the input of the pipelined module."""
+        assert self._operation is not None
         rank = self.environment.global_rank()
         self.environment.assign(ParcaeEnvironment.NO_RANK, 1)  # the throw-away step must not log anything
         try:
-            sample = self._operation.warm_up(self._supply.prepare(loader.sample(), self.trainer), may_cut=self._may_cut)
+            return self._operation.warm_up(self._supply.prepare(loader.sample(), self.trainer), may_cut=self._may_cut)
         finally:
             self.environment.assign(rank, 1)
-        limits = Limits(
+
+    def _limits(self, loader: ElasticLoader) -> Limits:
+        return Limits(
             num_layers=len(self.layers),
             max_pipelines=loader.max_pipelines,
             num_stages=self._num_stages,
@@ -574,6 +633,13 @@ class ParcaeStrategy(ParallelStrategy):
             min_stages=self._min_stages,
             max_stages=self._max_stages,
         )
+
+    def _describe_job(self) -> tuple[JobSpec, CheckpointRef | None]:
+        """Describe the job to the coordinator."""
+        loader = self._train_loader
+        assert self.lightning_module is not None
+        sample = self._warm_up(loader)
+        limits = self._limits(loader)
         with isolated_rng():  # measuring runs dropout layers
             costs = layer_costs(self.pipelined, sample if self._balance == "time" else None)
         spec = describe_job(
@@ -593,24 +659,30 @@ class ParcaeStrategy(ParallelStrategy):
             min_instances_timeout_s=self._min_instances_timeout_s,
             has_fallback=self._fallback is not None,
         )
-        if self._planner is None and self._planner_settings.policy != "fixed":
-            with isolated_rng():
-                self._planner = self._build_planner(spec, limits, sample, loader)
+        memory_bytes = memory_of(self.local_devices, self._device_memory)
+        if self._planner_settings.policy != "fixed" or memory_bytes is not None:
+            base = self._base_profile
+            if base is None and self._profile is not None:
+                base = read_given_profile(self._profile, limits, memory_bytes=memory_bytes)
+            elif base is None:
+                base = self._measure_profile(loader, sample, "measured in the job")
+            self._base_profile = base
+            spec = within_memory(spec, base, limits)
+            if self._planner is None and self._planner_settings.policy != "fixed":
+                self._planner = self._build_planner(spec, limits, base, loader)
         return spec, None if self._fallback is None else self._fallback.newest()
 
-    def _build_planner(self, spec: JobSpec, limits: Limits, sample: Tensor | None, loader: ElasticLoader) -> Planner:
+    def _build_planner(
+        self, spec: JobSpec, limits: Limits, base: ModelProfile | ThroughputProfile, loader: ElasticLoader
+    ) -> Planner:
         assert self._membership is not None
         planner = build_planner(
             self._membership.agent,
             self._planner_settings,
             spec,
             limits,
-            layers=self.layers,
-            sample=sample,
-            context=self.precision_plugin.train_step_context,
+            base,
             num_samples=loader.max_samples,
-            recompute=self._recompute != "never",
-            profile=self._profile,
             fallback_every_n_steps=None if self._fallback is None else self._fallback_every_n_steps,
             run_dir=self._run_dir,
         )
@@ -682,6 +754,8 @@ class ParcaeStrategy(ParallelStrategy):
         lightning_internals.take_over_progress_bar(self.trainer, is_rank_zero=rank == 0)
         self._callback.on_generation(self.trainer, layout, reason, pause_s)
         if self._planner is not None:
+            assert isinstance(self._session, Session)
+            self._planner.link = self._session.link
             self._planner.enter(layout.config, is_zero=rank == 0)
 
     @property
@@ -730,6 +804,8 @@ class ParcaeStrategy(ParallelStrategy):
         reach("voted")
         if self._planner is not None:
             self._planner.steps.note(started, is_whole=result.num_broken == 0)
+        if self._measurement is not None:
+            self._measurement.note(started)
         self._last_result = result
         self._new_gradients = result.gradients
         self._conclude(result, loader)
@@ -893,11 +969,18 @@ class ParcaeStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self._measurement is not None:
+            return
         if self._is_member:
             assert isinstance(self._session, Session)
             self._whole_state.save(checkpoint, filepath, storage_options, self._session)
         elif self.is_global_zero:
             self._whole_state.write(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._measurement is None:
+            super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -921,6 +1004,8 @@ class ParcaeStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        if self._measurement is not None:
+            self._end_measurement()
         if isinstance(self._session, Session) and self._session.joined:
             self._session.finish()
         self._leave_fit()
@@ -984,6 +1069,8 @@ class ParcaeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._measurement is not None:
+            self._measurement.refuse(exception)
         self.fail(exception)
         self._leave_fit()
         if isinstance(self._session, Session):

@@ -47,7 +47,7 @@ def _parcae(*words: str, timeout_s: float = 30.0, **environ: str) -> subprocess.
         (["preempt", "--coordinator", "127.0.0.1:1", "--instance", "i1"], "onnection refused"),
         (["stop", "--coordinator", "nowhere"], "an address must look like host:port"),
         (["coordinator", "--bind", "0.0.0.0:0", "--job-id", "j"], "refusing to listen on 0.0.0.0 without a job secret"),
-        (["plan"], "invalid choice: 'plan'"),
+        (["train"], "invalid choice: 'train'"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(

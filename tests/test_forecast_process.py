@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_parcae.availability.arima import ArimaForecaster
 from lightning_parcae.availability.forecast import NOTHING
 from lightning_parcae.forecast_process import ForecastProcess
 
@@ -25,21 +29,55 @@ def test_forecasts_come_from_the_helper() -> None:
     assert len(found.laws) == 3 and found.laws[0] != NOTHING
 
 
-def test_a_helper_that_dies_is_no_change_and_one_warning(
+def test_a_helper_that_dies_is_replaced_by_the_built_in_fit_and_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start([sys.executable, "-c", ""], **options))
     process = ForecastProcess()
-    forecaster = process.arima(None)
-    for _ in range(2):
-        assert forecaster.forecast(COUNTS, horizon=2, capacity=8).laws == (NOTHING, NOTHING)
-    assert caplog.text.count("forecasts no change from now on") == 1
+    expected = ArimaForecaster(built_in=True).forecast(COUNTS, horizon=2, capacity=8).laws
+    for forecaster in (process.arima(None), process.arima((1, 1, 0))):
+        for _ in range(2):
+            assert forecaster.forecast(COUNTS, horizon=2, capacity=8).laws == expected
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a simpler fit takes its place" in caplog.text
 
 
 def test_a_helper_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(command, **options))
+    started: list[subprocess.Popen[bytes]] = []
+
+    def hang(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", hang)
     process = ForecastProcess(timeout_s=0.2)
-    assert process.arima(None).forecast(COUNTS, horizon=1, capacity=8).laws == (NOTHING,)
+    for _ in range(2):
+        assert len(process.arima(None).forecast(COUNTS, horizon=1, capacity=8).laws) == 1
+    assert len(started) == 1 and started[0].returncode is not None
+
+
+@pytest.mark.timeout(120)
+def test_without_pmdarima_the_helper_warns_once(tmp_path: Path) -> None:
+    (tmp_path / "pmdarima.py").write_text("raise ImportError('numpy.core.multiarray failed to import')")
+    code = (
+        "from lightning_parcae.forecast_process import ForecastProcess\n"
+        f"process, counts = ForecastProcess(), {COUNTS}\n"
+        "for order in ((1, 1, 0), None):\n"
+        "    laws = process.arima(order).forecast(counts, horizon=2, capacity=8).laws\n"
+        "    assert laws[0].expected_lost > 0, laws\n"
+        "process.close()\n"
+    )
+    paths = [str(tmp_path), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(paths)),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    assert done.stderr.count("pmdarima cannot be used (ImportError: numpy.core.multiarray failed to import)") == 1
+    assert len(done.stderr.splitlines()) == 1

@@ -17,7 +17,7 @@ from lightning_parcae.errors import MembershipError, PlanError
 from lightning_parcae.planner import MIN_STEPS, Planner, StepTimes
 from lightning_parcae.planning.job_history import JobHistory, PastReconfiguration
 from lightning_parcae.planning.job_planner import JobModel, JobPlanner, PlannerSettings
-from lightning_parcae.planning.job_profile import Limits
+from lightning_parcae.planning.job_profile import Limits, LinkSpeed
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import most_instances_table
 from lightning_parcae.planning.profile import LayerCost, ModelProfile, read_profile
@@ -109,10 +109,24 @@ def test_plans_each_interval_and_sends_only_what_differs(started: list[Planner],
     plan = agent.plans[0]
     assert plan.details["num_instances"] == 4 and plan.details["forecast"]["intervals"] >= 2
     assert plan.details["config"] == list(plan.table[4] or ())
-    assert set(planner.metrics) == {f"parcae/{n}" for n in ("liveput", "forecast_lost", "forecast_skill", "plan_s")}
+    names = ("liveput", "forecast_lost", "forecast_skill", "forecast_mae", "plan_s")
+    assert set(planner.metrics) == {f"parcae/{name}" for name in names}
     assert planner.metrics["parcae/liveput"] > 0
     assert isinstance(read_profile(tmp_path / "profile.json"), ModelProfile)
     planner.raise_if_failed()
+
+
+def test_a_probed_link_is_planned_with_and_said(started: list[Planner]) -> None:
+    agent, job = FakeAgent(), make_job()
+    planner = Planner(agent, job)
+    started.append(planner)
+    planner.link = LinkSpeed(latency_s=0.002, bytes_per_s=5e6)
+    planner.enter(CONFIG, is_zero=True)
+    run_steps(planner)
+    wait_until(lambda: agent.plans, "a plan")
+    assert agent.events[0].fields["link"] == {"latency_s": 0.002, "bytes_per_s": 5e6}
+    written = job.profile.to_json()
+    assert (written["link_latency_s"], written["link_bytes_per_s"]) == (0.002, 5e6)
 
 
 def test_notify_plans_at_once(started: list[Planner]) -> None:

@@ -7,12 +7,15 @@ busy machine takes many times longer with several BLAS threads than with one. So
 * short and constant histories are "nothing happens"; gaps are filled, short spikes removed;
 * a forecast may go as far from the last value as the history has gone in as many intervals, and stays in the capacity;
 * the spread is the model's own errors on the history, not a normal distribution: events are rare and lumpy;
-* BLAS runs on one thread; the orders are searched now and then only; a fit that took too long is not repeated soon;
+* BLAS runs on one thread; the orders are searched now and then only; after a fit that took too long, and where pmdarima
+  is missing or does not load beside this numpy (one warning says so), a least-squares fit of the autoregressive part
+  takes its place;
 * whatever fails, nothing is raised: the answer is "nothing happens", and :attr:`ArimaForecaster.problem` says why.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import warnings
@@ -30,6 +33,26 @@ log = logging.getLogger(__name__)
 Floats = NDArray[np.float64]
 
 _LONGEST_SPIKE = 3
+_Order = tuple[int, int, int]
+_DEFAULT_ORDER: _Order = (1, 1, 0)
+
+
+@functools.cache
+def _library() -> tuple[Any, Any] | None:
+    """Return pmdarima and threadpoolctl; None, with one warning in the life of the process, if they do not load."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # By name: neither has type hints.
+            return importlib.import_module("pmdarima"), importlib.import_module("threadpoolctl")
+    except Exception as error:  # built against another numpy it raises ValueError, and who knows what else
+        log.warning(
+            "pmdarima cannot be used (%s: %s); ARIMA forecasts are made by a simpler built-in fit. To mend it: "
+            "pip install --force-reinstall 'pmdarima>=2.1'",
+            type(error).__name__,
+            error,
+        )
+        return None
 
 
 class ArimaForecaster:
@@ -42,6 +65,7 @@ class ArimaForecaster:
         pause: Intervals between two searches for orders, and after a fit that took too long.
         budget_s: Longest time that a fit may take; None means any.
         clock: Seconds, to measure that; without it there is no budget.
+        built_in: Use the built-in fit only, and never load pmdarima.
 
     Attributes:
         problem: Why the last forecast says "nothing happens", or None if it is a model's.
@@ -49,13 +73,14 @@ class ArimaForecaster:
 
     def __init__(
         self,
-        order: tuple[int, int, int] | None = (1, 1, 0),
+        order: _Order | None = _DEFAULT_ORDER,
         *,
         window: int = 24,
         min_points: int = 13,
         pause: int = 30,
         budget_s: float | None = None,
         clock: Callable[[], float] | None = None,
+        built_in: bool = False,
     ) -> None:
         if window < min_points or min_points < 4 or pause < 1:
             raise ValueError(
@@ -68,7 +93,8 @@ class ArimaForecaster:
         self._pause = pause
         self._budget_s = budget_s
         self._clock = clock
-        self._found: tuple[tuple[int, int, int], int] | None = None  # orders, and the length they were found at
+        self._built_in = built_in
+        self._found: tuple[_Order, int] | None = None  # orders, and the length they were found at
         self._rests_until = 0
 
     @property
@@ -85,23 +111,18 @@ class ArimaForecaster:
             self.problem = f"only {len(recent)} of at least {self._min_points} intervals are known"
         elif np.ptp(recent) == 0:
             self.problem = "the history is constant"
-        elif len(counts) < self._rests_until:
-            self.problem = "the last fit took too long"
         elif horizon > 0:
             laws = self._guarded(recent, len(counts), horizon, capacity)
         return Forecast(laws, self.name)
 
     def _guarded(self, recent: Floats, length: int, horizon: int, capacity: int) -> tuple[EventLaw, ...]:
-        started = self._clock() if self._clock is not None else 0.0
         try:
             means, errors = self._fit(recent, length, horizon)
         except Exception as error:  # the library may raise anything, and the job must not feel it
             self.problem = f"{type(error).__name__}: {error}"
             log.debug("%s failed on %s", self.name, recent.tolist(), exc_info=True)
             return (NOTHING,) * horizon
-        if self._clock is not None and self._budget_s is not None and self._clock() - started > self._budget_s:
-            self._rests_until = length + self._pause
-        if not np.isfinite(means).all():
+        if not (np.isfinite(means).all() and np.isfinite(errors).all()):
             self.problem = "the model diverged"
             return (NOTHING,) * horizon
         self.problem = None
@@ -109,18 +130,20 @@ class ArimaForecaster:
 
     def _fit(self, recent: Floats, length: int, horizon: int) -> tuple[Floats, Floats]:
         """Fit a model; return the means ahead and the model's errors on the history."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # By name: neither has type hints. statsmodels puts filters of its own in front of ours when it is loaded,
-            # so that what the fit warns of is silenced in a second context.
-            pmdarima = importlib.import_module("pmdarima")
-            threadpoolctl = importlib.import_module("threadpoolctl")
+        rests = length < self._rests_until <= length + self._pause
+        library = None if self._built_in or rests else _library()
+        if library is None:
+            return _least_squares(recent, self._order or _DEFAULT_ORDER, horizon)
+        pmdarima, threadpoolctl = library
+        started = self._clock() if self._clock is not None else 0.0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # convergence warnings; the guards deal with what follows
             with threadpoolctl.threadpool_limits(1, user_api="blas"):
                 model = self._model(pmdarima, recent, length)
                 means = np.asarray(model.predict(horizon), dtype=np.float64)
                 errors = np.asarray(model.resid(), dtype=np.float64)
+        if self._clock is not None and self._budget_s is not None and self._clock() - started > self._budget_s:
+            self._rests_until = length + self._pause
         # The first errors are of the start, not of the model.
         return means, errors[2:]
 
@@ -135,6 +158,32 @@ class ArimaForecaster:
         )
         self._found = (tuple(model.order), length)
         return model
+
+
+def _least_squares(values: Floats, order: _Order, horizon: int) -> tuple[Floats, Floats]:
+    """Fit the autoregressive part of a model; return the means ahead and the errors on the history.
+
+    The moving-average part is left out, and a series that is not differenced varies around its mean.
+    """
+    num_lags, num_differences, _ = order
+    series, lasts = values, []
+    for _ in range(num_differences):
+        lasts.append(series[-1])
+        series = np.diff(series)
+    centre = series.mean() if num_differences == 0 else 0.0
+    series = series - centre
+    lagged = np.zeros((len(series) - num_lags, num_lags))
+    for lag in range(1, num_lags + 1):
+        lagged[:, lag - 1] = series[num_lags - lag : len(series) - lag]
+    weights = np.linalg.lstsq(lagged, series[num_lags:], rcond=None)[0]
+    errors = series[num_lags:] - lagged @ weights
+    path = series.tolist()
+    for _ in range(horizon):
+        path.append(float(np.dot(weights, path[: -num_lags - 1 : -1])))
+    means = np.asarray(path[len(series) :]) + centre
+    for last in reversed(lasts):
+        means = last + np.cumsum(means)
+    return means, errors
 
 
 def _without_spikes(values: Floats) -> Floats:

@@ -11,6 +11,15 @@ compares the distribution it gave with what came. Scores are in instances; small
 
 The yardstick is "nothing changes". Skill is one minus the ratio of CRPS: at most 0 means that the forecaster is of no
 use.
+
+:class:`ForecastChooser` uses a forecaster only as far as it has earned it. Against "nothing changes" a forecast loses
+most if nothing changes, so its worst is known when it is made. (Let F be its distribution function, G that of the
+present count n, Y that of the truth. The integral of (F - Y)^2 - (G - Y)^2 is that of (F - G)^2 + 2 (F - G)(G - Y), and
+where G differs from Y, F - G and G - Y never have the same sign. For medians it is the triangle inequality.) The
+chooser keeps two accounts, one for CRPS and one for the absolute error: each forecast used pays its worst in advance,
+gets back what it did better than that, and 1 % of the yardstick's loss is paid in. An account never falls below zero.
+So up to any moment of any history whatsoever the loss of the forecasts used is at most 1.01 times that of "nothing
+changes". This holds from the chooser's first interval to its last; a new chooser begins anew.
 """
 
 from __future__ import annotations
@@ -22,14 +31,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_parcae.availability.forecast import Forecast, Forecaster, LastValue, cleaned, quantile
+from lightning_parcae.availability.forecast import NOTHING, Forecast, Forecaster, LastValue, cleaned, quantile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _QUANTILES = (0.1, 0.5, 0.9)
-# A distribution that is better as a whole may have a median that is worse by so little.
-_ERROR_TOLERANCE = 0.01
+#: Share of the yardstick's loss by which a chooser may be worse, and the error of a trusted forecaster's median.
+TOLERANCE = 0.01
+_LEAST_TRUST = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,14 @@ def score(counts: Floats, truth: Ints) -> ForecastScore:
     )
 
 
+def _losses(below: Floats, truth: int) -> Floats:
+    """Return CRPS and absolute error of the median, shape ``(..., 2)``, for distribution functions ``(..., C + 1)``."""
+    size = below.shape[-1]
+    crps = ((below - (np.arange(size) >= truth)) ** 2).sum(axis=-1) + max(truth - size, 0)
+    middle = (below >= 0.5 - 1e-12).argmax(axis=-1)
+    return np.stack([crps, np.abs(middle - truth)], axis=-1).astype(np.float64)
+
+
 @dataclass(frozen=True, slots=True)
 class Backtest:
     """Result of a back-test.
@@ -83,6 +101,8 @@ class Backtest:
         skill: One minus CRPS over that of "nothing changes"; 0 if nothing ever changed.
         error_skill: The same for the absolute error.
         seconds_per_call: Mean time of a forecast; None without a clock.
+        errors_ahead: Absolute error for each interval ahead, in instances.
+        yardstick_ahead: The same for "nothing changes".
     """
 
     name: str
@@ -92,6 +112,8 @@ class Backtest:
     skill: float
     error_skill: float
     seconds_per_call: float | None
+    errors_ahead: tuple[float, ...] = ()
+    yardstick_ahead: tuple[float, ...] = ()
 
 
 def backtest(
@@ -103,6 +125,8 @@ def backtest(
     first: int = 12,
     stride: int = 1,
     clock: Callable[[], float] | None = None,
+    progress: Callable[[float], None] | None = None,
+    on_forecast: Callable[[int, Floats], None] | None = None,
 ) -> Backtest:
     """Ask a forecaster at every past moment and compare with what came.
 
@@ -114,25 +138,36 @@ def backtest(
         first: Intervals known at the first question.
         stride: Intervals between two questions.
         clock: Seconds, to measure the time of a call.
+        progress: Told the share that is done, up to 1.
+        on_forecast: Told for each question how many intervals were known, and the distribution that was forecast.
 
     Raises:
         ValueError: If the history is too short for one question.
     """
-    most = int(np.nanmax(np.asarray(history, dtype=np.float64))) if capacity is None else capacity
+    known_counts = np.asarray(history, dtype=np.float64)
+    known_counts = known_counts[np.isfinite(known_counts)]
+    most = capacity if capacity is not None else int(known_counts.max()) if len(known_counts) else 0
     counts = cleaned(history, most)
     if horizon < 1 or stride < 1 or first < 1 or len(counts) < first + horizon:
         raise ValueError(
             f"a back-test of {horizon} intervals after the first {first} needs {first + max(horizon, 1)} intervals of "
             f"history, got {len(counts)}"
         )
-    scores, yardstick, seconds = [], [], 0.0
-    for now in range(first, len(counts) - horizon + 1, stride):
+    scores, errors, yardstick, seconds = [], [], [], 0.0
+    moments = range(first, len(counts) - horizon + 1, stride)
+    for index, now in enumerate(moments):
         known, truth = counts[:now], counts[now : now + horizon]
         started = clock() if clock is not None else 0.0
         forecast = forecaster.forecast(known, horizon=horizon, capacity=most)
         seconds += clock() - started if clock is not None else 0.0
-        scores.append(score(forecast.counts(int(known[-1]), most), truth))
-        yardstick.append(np.abs(truth - known[-1]).mean())
+        distribution = forecast.counts(int(known[-1]), most)
+        if on_forecast is not None:
+            on_forecast(now, distribution)
+        scores.append(score(distribution, truth))
+        errors.append(np.abs(truth - quantile(distribution, 0.5)))
+        yardstick.append(np.abs(truth - known[-1]))
+        if progress is not None:
+            progress((index + 1) / len(moments))
     mean, base = _mean(scores), float(np.mean(yardstick))
     return Backtest(
         name=forecaster.name,
@@ -142,6 +177,8 @@ def backtest(
         skill=_skill(mean.crps, base),
         error_skill=_skill(mean.absolute_error, base),
         seconds_per_call=seconds / len(scores) if clock is not None else None,
+        errors_ahead=tuple(np.mean(errors, axis=0).tolist()),
+        yardstick_ahead=tuple(np.mean(yardstick, axis=0).tolist()),
     )
 
 
@@ -159,30 +196,52 @@ class Choice:
     """Whose forecast to use.
 
     Attributes:
-        forecast: The forecast.
-        skill: Its skill so far on this job.
+        forecast: The forecast, thinned by the trust.
+        skill: The forecaster's skill so far on this job; 0 for "nothing changes".
         reason: One line for people: which one, and why.
+        trust: Share of the expected events that is believed.
     """
 
     forecast: Forecast
     skill: float
     reason: str
+    trust: float = 1.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """Forecasts of one moment whose truth is not known yet.
+
+    Attributes:
+        below: Distribution functions by forecaster and lead, those used last, shape ``(M + 1, H, C + 1)``.
+        paid: Worst excess of the one used over the yardstick by lead, shape ``(H, 2)``.
+        losses: Sums over the leads known, shape ``(M + 1, 2)``.
+        num_known: Leads known.
+    """
+
+    below: Floats
+    paid: Floats
+    losses: Floats
+    num_known: int = 0
 
 
 class ForecastChooser:
     """Use the forecaster that has shown skill on this job's own history, else "nothing changes".
 
-    Each interval every candidate forecasts; when the truth is known, all are scored. A candidate is used if its CRPS is
-    clearly smaller than that of the yardstick (by a margin, and by more than chance gives) and the error of its median
-    at most 1 % larger.
+    Each interval every candidate forecasts; when the truth is known, all are scored. The one with the smallest CRPS of
+    late is used if that is smaller than the yardstick's, and as far as the accounts allow (see the module): if they
+    cannot bear all of the forecast, the chance of every event is halved until they can. Of the accounts, too, only what
+    was gained lately remains: when times change, little can be lost.
 
     Args:
         candidates: Whom to choose from, the yardstick not among them.
         horizon: Intervals ahead.
-        capacity: Most instances there can be.
+        capacity: Most instances there can be; grows when there are more.
         min_scores: Scored forecasts before anyone is trusted.
-        memory: Scored forecasts that are remembered.
-        margin: Skill that it takes.
+        memory: Scored forecasts that are remembered; what the accounts hold is forgotten as fast.
+
+    Attributes:
+        capacity: Most instances there can be; may be raised at any time.
     """
 
     def __init__(
@@ -191,44 +250,50 @@ class ForecastChooser:
         *,
         horizon: int,
         capacity: int,
-        min_scores: int = 60,
+        min_scores: int = 20,
         memory: int = 240,
-        margin: float = 0.02,
     ) -> None:
         if horizon < 1 or min_scores < 1 or memory < min_scores:
             raise ValueError(
                 "needed are a horizon and min_scores of at least 1 and no shorter memory, got "
                 f"{horizon}, {min_scores} and {memory}"
             )
+        self.capacity = capacity
         self._yardstick = LastValue()
         self._candidates: tuple[Forecaster, ...] = (self._yardstick, *candidates)
         if len({one.name for one in self._candidates}) != len(self._candidates):
             raise ValueError(f"names must differ, got {[one.name for one in self._candidates]}")
         self._horizon = horizon
-        self._capacity = capacity
         self._min_scores = min_scores
-        self._margin = margin
+        self._memory = memory
         self._counts: list[int] = []
-        self._open: deque[list[Floats]] = deque()  # distributions whose truth is not known yet, oldest first
-        self._scores: deque[list[ForecastScore]] = deque(maxlen=memory)
+        self._open: deque[_Open] = deque()  # oldest first
+        self._scores: deque[Floats] = deque()  # mean losses of each forecaster, shape (M, 2)
+        self._sums = np.zeros((len(self._candidates), 2))
+        self._account = np.zeros(2)
 
     def update(self, num_instances: float) -> Choice:
         """Take note of the instances of the interval that has begun, and choose a forecast.
 
         Args:
-            num_instances: Instances now; NaN if unknown.
+            num_instances: Instances now; NaN if unknown, then the last known count holds.
         """
-        previous = self._counts[-1] if self._counts else 0
-        now = int(np.clip(num_instances, 0, self._capacity)) if np.isfinite(num_instances) else previous
+        if not np.isfinite(num_instances):
+            if not self._counts:
+                return Choice(self._nothing(), 0.0, f"{self._yardstick.name}: nothing is known yet", 0.0)
+            num_instances = self._counts[-1]
+        now = max(round(num_instances), 0)
+        self.capacity = max(self.capacity, now)
         self._counts.append(now)
-        if len(self._open) == self._horizon:
-            truth = np.array(self._counts[-self._horizon :], dtype=np.int64)
-            self._scores.append([score(counts, truth) for counts in self._open.popleft()])
+        self._settle(now)
         forecasts = [
-            one.forecast(self._counts, horizon=self._horizon, capacity=self._capacity) for one in self._candidates
+            one.forecast(self._counts, horizon=self._horizon, capacity=self.capacity) for one in self._candidates
         ]
-        self._open.append([forecast.counts(now, self._capacity) for forecast in forecasts])
-        return self._choose(forecasts)
+        below = [np.cumsum(forecast.counts(now, self.capacity), axis=1) for forecast in forecasts]
+        choice, used, paid = self._wager(*self._choose(forecasts), now)
+        self._account -= paid.sum(axis=0)
+        self._open.append(_Open(np.stack([*below, used]), paid, np.zeros((len(below) + 1, 2))))
+        return choice
 
     def replay(self, history: ArrayLike) -> Choice:
         """Take note of a whole history, as when another instance takes over; return the last choice.
@@ -243,23 +308,55 @@ class ForecastChooser:
             raise ValueError("a history needs at least one interval")
         return choice
 
-    def _choose(self, forecasts: Sequence[Forecast]) -> Choice:
-        nothing = forecasts[0]
+    def _settle(self, now: int) -> None:
+        """Score what was said about the interval that has begun."""
+        self._account *= 1.0 - 1.0 / self._memory
+        size = max((item.below.shape[2] for item in self._open), default=1)
+        said = np.ones((len(self._open), len(self._candidates) + 1, size))  # older ones may know fewer counts
+        for row, item in zip(said, self._open, strict=True):
+            row[:, : item.below.shape[2]] = item.below[:, item.num_known]
+        for item, losses in zip(self._open, _losses(said, now), strict=True):
+            base, used = losses[0], losses[-1]
+            self._account += item.paid[item.num_known] - (used - base) + TOLERANCE * base
+            item.losses += losses
+            item.num_known += 1
+        if len(self._open) == self._horizon:
+            if len(self._scores) == self._memory:
+                self._sums -= self._scores.popleft()
+            self._scores.append(self._open.popleft().losses[:-1] / self._horizon)
+            self._sums += self._scores[-1]
+
+    def _wager(self, choice: Choice, index: int, now: int) -> tuple[Choice, Floats, Floats]:
+        """Return how much of a choice the accounts can bear, its distribution functions, and its worst excess."""
+        trust = 1.0
+        while index and trust >= _LEAST_TRUST:
+            forecast = choice.forecast if trust == 1.0 else choice.forecast.thinned(trust)
+            below = np.cumsum(forecast.counts(now, self.capacity), axis=1)
+            worst = _losses(below, now)  # the yardstick's losses are zero then
+            if (worst.sum(axis=0) <= self._account).all():
+                note = "" if trust == 1.0 else f"; {trust:.0%} of it believed"
+                return Choice(forecast, choice.skill, choice.reason + note, trust), below, worst
+            trust /= 2
+        nothing = self._nothing()
+        if index:
+            reason = f"{self._yardstick.name}: too little gained yet to risk more ({choice.reason})"
+            choice = Choice(nothing, 0.0, reason)
+        return choice, np.cumsum(nothing.counts(now, self.capacity), axis=1), np.zeros((self._horizon, 2))
+
+    def _nothing(self) -> Forecast:
+        return self._yardstick.forecast((), horizon=self._horizon, capacity=self.capacity)
+
+    def _choose(self, forecasts: Sequence[Forecast]) -> tuple[Choice, int]:
+        """Return the choice by skill, and its index."""
         if len(self._scores) < self._min_scores:
             known = f"{len(self._scores)} of {self._min_scores} forecasts scored"
-            return Choice(nothing, 0.0, f"{self._yardstick.name}: {known}")
-        means = [_mean([row[index] for row in self._scores]) for index in range(len(forecasts))]
-        base = means[0]
+            return Choice(forecasts[0], 0.0, f"{self._yardstick.name}: {known}"), 0
+        crps = self._sums[:, 0] / len(self._scores)
         best = 0
         for index in range(1, len(forecasts)):
-            fits = means[index].absolute_error <= base.absolute_error * (1 + _ERROR_TOLERANCE) + 1e-12
-            if (
-                fits
-                and self._is_sure(index)
-                and means[index].crps < min(base.crps * (1 - self._margin), means[best].crps)
-            ):
+            if crps[index] < crps[best]:
                 best = index
-        skills = [_skill(mean.crps, base.crps) for mean in means]
+        skills = [_skill(float(one), float(crps[0])) for one in crps]
         rest = ", ".join(
             f"{one.name} {skill:+.0%}"
             for index, (one, skill) in enumerate(zip(self._candidates, skills, strict=True))
@@ -267,13 +364,39 @@ class ForecastChooser:
         )
         others = f"; others: {rest}" if rest else ""
         if best == 0:
-            return Choice(nothing, 0.0, f"{self._yardstick.name}: no forecaster has skill against it{others}")
+            text = f"{self._yardstick.name}: no forecaster has skill against it{others}"
+            return Choice(forecasts[0], 0.0, text), 0
         name = self._candidates[best].name
         text = f"{name}: skill {skills[best]:+.0%} over {len(self._scores)} forecasts{others}"
-        return Choice(forecasts[best], skills[best], text)
+        return Choice(forecasts[best], skills[best], text), best
 
-    def _is_sure(self, index: int) -> bool:
-        """Return whether a candidate's lead is more than one standard error; overlapping forecasts count once."""
-        leads = np.array([row[0].crps - row[index].crps for row in self._scores])
-        independent = max(len(leads) / self._horizon, 1.0)
-        return bool(leads.mean() > leads.std() / np.sqrt(independent))
+
+class ChosenForecasts:
+    """A chooser asked like any forecaster, for back-tests: it hears of a history once, as it grows.
+
+    Args:
+        candidates: See :class:`ForecastChooser`.
+        **options: See there.
+
+    Attributes:
+        choice: The last choice, None before the first.
+        trusted: For each choice so far who was used and how far.
+    """
+
+    name = "chooser"
+
+    def __init__(self, candidates: Sequence[Forecaster], **options: int) -> None:
+        self.choice: Choice | None = None
+        self.trusted: list[tuple[str, float]] = []
+        self._candidates = candidates
+        self._options = options
+        self._chooser: ForecastChooser | None = None
+
+    def forecast(self, history: ArrayLike, *, horizon: int, capacity: int) -> Forecast:
+        """See :class:`~lightning_parcae.availability.forecast.Forecaster`."""
+        if self._chooser is None:
+            self._chooser = ForecastChooser(self._candidates, horizon=horizon, capacity=capacity, **self._options)
+        for count in np.asarray(history, dtype=np.float64).ravel()[len(self.trusted) :].tolist():
+            self.choice = self._chooser.update(count)
+            self.trusted.append((self.choice.forecast.by, self.choice.trust))
+        return Forecast((NOTHING,) * horizon, LastValue().name) if self.choice is None else self.choice.forecast

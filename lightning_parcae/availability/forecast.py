@@ -49,6 +49,13 @@ class EventLaw:
         """Instances that join on average."""
         return sum(joined * chance for (_, joined), chance in zip(self.kinds, self.chances, strict=True))
 
+    def thinned(self, share: float) -> EventLaw:
+        """Return the law by which every event has only a share of its chance."""
+        events = [(kind, share * chance) for kind, chance in zip(self.kinds, self.chances, strict=True) if any(kind)]
+        kinds = tuple(kind for kind, _ in events)
+        chances = tuple(chance for _, chance in events)
+        return EventLaw(((0, 0), *kinds), (1.0 - sum(chances), *chances))
+
     @classmethod
     def certain(cls, num_lost: int = 0, num_joined: int = 0) -> EventLaw:
         """Return the law of an event that is known, from a notice or a joiner that warms up."""
@@ -76,6 +83,11 @@ class Forecast:
     laws: tuple[EventLaw, ...]
     by: str = ""
 
+    def thinned(self, share: float) -> Forecast:
+        """Return the forecast with only a share of the chance of every event."""
+        laws = {law: law.thinned(share) for law in set(self.laws)}
+        return Forecast(tuple(laws[law] for law in self.laws), self.by)
+
     def counts(self, num_instances: int, capacity: int) -> Floats:
         """Return the distribution of the number of instances, shape ``(H, C + 1)``.
 
@@ -87,14 +99,24 @@ class Forecast:
         now = np.zeros(size)
         now[num_instances] = 1.0
         rows = np.zeros((len(self.laws), size))
-        present = np.arange(size)
         for index, law in enumerate(self.laws):
             following = np.zeros(size)
             for (lost, joined), chance in zip(law.kinds, law.chances, strict=True):
-                target = np.minimum(np.maximum(present - lost, 0) + joined, size - 1)
-                np.add.at(following, target, chance * now)
+                following += chance * _moved(now, lost, joined)
             rows[index] = now = following
         return rows
+
+
+def _moved(counts: Floats, lost: int, joined: int) -> Floats:
+    """Return a distribution of counts after so many were lost, then joined, as far as there is room."""
+    last = len(counts) - 1
+    if lost:
+        lost = min(lost, last)
+        counts = np.concatenate([[counts[: lost + 1].sum()], counts[lost + 1 :], np.zeros(lost)])
+    if joined:
+        joined = min(joined, last)
+        counts = np.concatenate([np.zeros(joined), counts[: last - joined], [counts[last - joined :].sum()]])
+    return counts
 
 
 class Forecaster(Protocol):

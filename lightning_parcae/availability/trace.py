@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_parcae.availability import trace_formats
+from lightning_parcae.availability.trace_formats import Floats
 
 #: ``(time in seconds, {"add": names} or {"remove": names})``
 Event = tuple[float, dict[str, list[str]]]
@@ -97,10 +98,13 @@ class AvailabilityTrace:
         Raises:
             ValueError: If the content is no trace; the message names file and line.
         """
+        if Path(path).is_dir():
+            raise ValueError(f"{path!s}: a folder, not a trace file")
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path!s}: not a text file ({error.reason} at byte {error.start})") from error
+            what = f"not a text file ({error.reason} at byte {error.start}); a trace is text in UTF-8"
+            raise ValueError(f"{path!s}: {what}") from error
         return cls.parse(text, source=str(path), interval_s=interval_s)
 
     @classmethod
@@ -114,28 +118,18 @@ class AvailabilityTrace:
         """
         _check_interval(interval_s)
         parsed = trace_formats.parse(text, source, interval_s)
-        end_s = parsed.end_s if parsed.end_s is not None else parsed.rows[-1].time_s + interval_s
-        if parsed.is_named:
-            changes = _named_changes(parsed.rows)
+        end_s = parsed.end_s if parsed.end_s is not None else parsed.last_s + interval_s
+        if parsed.events:
+            changes = _named_changes(parsed.events)
             times, counts = _counts_of(changes)
             return cls(times, counts, max(end_s, times[-1]), changes, (), source)
-        steps: list[tuple[float, int]] = []
-        gaps: list[tuple[float, float]] = []
-        gap_start: float | None = None
-        for row in parsed.rows:
-            if row.is_gap:
-                gap_start = row.time_s if gap_start is None else gap_start
-            elif row.count is not None:
-                if gap_start is not None and row.time_s > gap_start:
-                    gaps.append((gap_start, row.time_s))
-                gap_start = None
-                steps.append((row.time_s, row.count))
-        if gap_start is not None and end_s > gap_start:
-            gaps.append((gap_start, end_s))
-        if gaps and gaps[0][0] == 0.0 and steps[0][0] > 0.0:
-            steps.insert(0, (0.0, steps[0][1]))  # nothing known before: assume the first known count
-        times, counts = _steps(steps, first_s=0.0)
-        return cls(times, counts, max(end_s, times[-1]), None, tuple(gaps), source)
+        is_known = ~np.isnan(parsed.counts)
+        gaps = _gaps(parsed.times_s, is_known, end_s)
+        steps_s, steps = parsed.times_s[is_known], parsed.counts[is_known].astype(np.int64)
+        if gaps and gaps[0][0] == 0.0 and steps_s[0] > 0.0:
+            steps_s[0] = 0.0  # nothing known before: assume the first known count
+        times, counts = _steps(steps_s, steps)
+        return cls(times, counts, max(end_s, times[-1]), None, gaps, source)
 
     @classmethod
     def from_counts(
@@ -149,7 +143,7 @@ class AvailabilityTrace:
         _check_interval(interval_s)
         if len(counts) == 0 or min(counts) < 0:
             raise ValueError(f"a trace needs at least one count and none below 0, got {list(counts)[:10]}")
-        times, values = _steps([(index * interval_s, int(count)) for index, count in enumerate(counts)], first_s=0.0)
+        times, values = _steps(np.arange(len(counts), dtype=np.float64) * interval_s, np.array(counts, dtype=np.int64))
         return cls(times, values, len(counts) * interval_s, None, (), source)
 
     @classmethod
@@ -292,9 +286,11 @@ class AvailabilityTrace:
         used = 0
         changes: list[_Change] = []
         for time_s, added, removed in self._moves():
-            taken = set(rng.choice(len(alive), size=removed, replace=False).tolist())
-            victims = tuple(alive[index] for index in sorted(taken))
-            alive = [name for index, name in enumerate(alive) if index not in taken]
+            victims: tuple[str, ...] = ()
+            if removed:
+                taken = set(rng.choice(len(alive), size=removed, replace=False).tolist())
+                victims = tuple(alive[index] for index in sorted(taken))
+                alive = [name for index, name in enumerate(alive) if index not in taken]
             names = tuple(f"node{used + index}" for index in range(1, added + 1))
             used += added
             alive.extend(names)
@@ -336,18 +332,23 @@ def _check_interval(interval_s: float) -> None:
         raise ValueError(f"an interval must be above 0 s, got {interval_s}")
 
 
-def _steps(steps: Sequence[tuple[float, int]], first_s: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Reduce samples to the moments at which the count changes; before the first one there is nobody."""
-    kept: dict[float, int] = {} if steps[0][0] == first_s else {first_s: 0}
-    for time, count in steps:
-        kept[time] = count  # of equal times the last one holds
-    times: list[float] = []
-    counts: list[int] = []
-    for time, count in kept.items():
-        if not counts or count != counts[-1]:
-            times.append(time)
-            counts.append(count)
-    return tuple(times), tuple(counts)
+def _steps(times_s: Floats, counts: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Reduce samples in order of time to the moments at which the count changes; before the first one is nobody."""
+    is_last = np.append(times_s[1:] != times_s[:-1], True)  # of equal times the last one holds
+    times_s, counts = times_s[is_last], counts[is_last]
+    if times_s[0] != 0.0:
+        times_s, counts = np.insert(times_s, 0, 0.0), np.insert(counts, 0, 0)
+    is_change = np.append(True, counts[1:] != counts[:-1])
+    return tuple(times_s[is_change].tolist()), tuple(counts[is_change].tolist())
+
+
+def _gaps(times_s: Floats, is_known: NDArray[np.bool_], end_s: float) -> tuple[tuple[float, float], ...]:
+    """Return the spans from the first unknown count to the next known one, or to the end."""
+    before = np.append(True, is_known[:-1])
+    starts = times_s[~is_known & before]
+    ends = times_s[is_known & ~before]
+    ends = np.append(ends, end_s)[: len(starts)]
+    return tuple((low, high) for low, high in zip(starts.tolist(), ends.tolist(), strict=True) if low < high)
 
 
 def _apply(alive: dict[str, None], change: _Change) -> None:
@@ -381,9 +382,5 @@ def _named_changes(rows: Sequence[trace_formats.Row]) -> tuple[_Change, ...]:
 def _counts_of(changes: Sequence[_Change]) -> tuple[tuple[float, ...], tuple[int, ...]]:
     if not changes:
         return (0.0,), (0,)
-    total = 0
-    steps: list[tuple[float, int]] = []
-    for change in changes:
-        total += len(change.add) - len(change.remove)
-        steps.append((change.time_s, total))
-    return _steps(steps, first_s=0.0)
+    sizes = np.array([len(change.add) - len(change.remove) for change in changes], dtype=np.int64)
+    return _steps(np.array([change.time_s for change in changes], dtype=np.float64), np.cumsum(sizes))

@@ -81,6 +81,7 @@ from lightning_parcae.errors import EXIT_REFUSED, MembershipError
 from lightning_parcae.planning.job_history import PastReconfiguration
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.planning.migration import MigrationPlan
+from lightning_parcae.planning.parallel_config import ParallelConfig
 
 Phase = Literal["waiting", "preparing", "forming", "running", "done", "stopped"]
 
@@ -332,6 +333,7 @@ class Coordinator:
         self._active = [other for other in self._active if other != name]
         if attempt is not None:
             attempt.members = [other for other in attempt.members if other != name]
+            attempt.asked -= {name}
             attempt.acks.pop(name, None)
         if self._over is not None or not needed or self._all_finished():
             return
@@ -390,18 +392,20 @@ class Coordinator:
         attempt = self._attempt
         if attempt is None or attempt.is_forming or message.generation != attempt.generation:
             return  # for an attempt that has been given up
-        if name not in attempt.members or name in attempt.acks:
+        if name not in attempt.asked or name in attempt.acks:
             return
         attempt.acks[name] = message
         self._instances[name].step = max(self._instances[name].step, message.step)
         if attempt.first_stopped_at is None and name in self._active:
             attempt.first_stopped_at = self._now
-        if attempt.all_active_stopped_at is None and not set(self._active) - set(attempt.acks):
+        if attempt.all_active_stopped_at is not None or len(attempt.acks) < len(self._active):
+            return  # this is asked at each of many Acks
+        if not set(self._active) - set(attempt.acks):
             attempt.all_active_stopped_at = self._now
 
     def _on_formed(self, name: str, message: Formed) -> None:
         attempt = self._attempt
-        if attempt is not None and message.generation == attempt.generation and name in attempt.order:
+        if attempt is not None and message.generation == attempt.generation and name in attempt.ranked:
             attempt.formed[name] = message
 
     def _on_suspect(self, name: str, message: Suspect) -> None:
@@ -421,9 +425,9 @@ class Coordinator:
     def _on_notice(self, name: str, message: Notice) -> None:
         instance = self._instances[name]
         if not instance.leaving:
-            instance.leaving = True
-            instance.leaves_at = None if message.grace_s is None else self._now + message.grace_s
-            self._history.noticed(self._now, name, instance.leaves_at)
+            leaves_at = None if message.grace_s is None else self._now + message.grace_s
+            self._instances.give_notice(name, leaves_at)
+            self._history.noticed(self._now, name, leaves_at)
             self._record("notice", instance=name, grace_s=message.grace_s)
             soon = "" if message.grace_s is None else f" in {message.grace_s:g} s"
             self._say(f"{name} will be taken away{soon}")
@@ -707,6 +711,7 @@ class Coordinator:
                 # The first to stop closed its connections while another still waited for the end of its last vote.
                 self._regroup(None, self._attempt.reason)
             elif self._attempt is not None:
+                self._invite_more(self._attempt)
                 self._try_commit(self._attempt)
             elif self._layout is None:
                 self._try_start()
@@ -723,10 +728,12 @@ class Coordinator:
     def _release_idle(self) -> None:
         """Let instances go that have nothing to hand over: those with a notice, and all when the job is to stop."""
         stopping = self._stop is not None and self._stop.graceful
-        for name in self._instances if self._over is None or stopping else ():
+        if self._over is not None and not stopping:
+            return
+        for name in self._instances if stopping else self._instances.leaving:
             instance = self._instances[name]
             busy = name in self._active or (self._attempt is not None and name in self._attempt.members)
-            if instance.released or busy or not (instance.leaving or stopping):
+            if instance.released or busy:
                 continue
             if stopping:
                 self._release(name, "the job was stopped")
@@ -786,7 +793,8 @@ class Coordinator:
             if going:
                 self._say(f"{', '.join(going)} will go, but too few instances would be left: going on until then")
             return
-        passengers = [name for name in self._active if layout.place_of(name) is None]
+        placed = {name for row in layout.grid for name in row}
+        passengers = [name for name in self._active if name not in placed]
         if config == layout.config and not going and not passengers:
             return
         if going:
@@ -795,8 +803,28 @@ class Coordinator:
             reason = f"{len(staying) + len(spares)} instances can run as {config} instead of {layout.config}"
         else:
             reason = f"{', '.join(passengers)} become spares"
-        joiners = spares[: max(0, config.num_instances - len(staying))]
+        joiners = self._joiners_for(config, staying)
         self._prepare(reason, members=[*self._active, *joiners], joiners=joiners)
+
+    def _joiners_for(self, config: ParallelConfig, staying: list[str]) -> list[str]:
+        return self._spares()[: max(0, config.num_instances - len(staying))]
+
+    def _invite_more(self, attempt: Attempt) -> None:
+        """Let instances that have become ready since a planned Prepare enter with it, as long as nobody has stopped.
+
+        Else those that come together would enter in two generations. They wait for a place and stop at once.
+        """
+        if attempt.urgent or self._layout is None or not self._active or attempt.first_stopped_at is not None:
+            return
+        staying = [name for name in self._active if not self._instances[name].leaving]
+        config = config_for(self._table, len(staying) + len(self._spares()))
+        joiners = [] if config is None else self._joiners_for(config, staying)
+        more = [name for name in joiners if name not in attempt.asked]
+        if more:
+            attempt.members = [*attempt.members, *more]
+            attempt.asked |= set(more)
+            attempt.joiners |= set(more)
+            self._send_all(more, self._prepare_of(attempt))
 
     def _prepare(
         self,
@@ -813,6 +841,7 @@ class Coordinator:
             urgent=urgent,
             reason=reason,
             members=list(members),
+            asked=frozenset(members),
             joiners=frozenset(joiners),
             prepared_at=self._now,
             rollback=rollback,
@@ -854,7 +883,7 @@ class Coordinator:
         if not attempt.members:
             self._attempt = None  # all joiners of a start are gone
             return
-        if set(attempt.members) - set(attempt.acks):
+        if len(attempt.acks) < len(attempt.members):
             return
         try:
             standpoint = take_stock(attempt, self._broken, self._layout, self._active)
@@ -947,7 +976,8 @@ class Coordinator:
             passengers_rank=attempt.urgent or not standpoint.at_boundary,
         )
         if plan:
-            entered = [name for name in plan.layout.order if name not in standpoint.active]
+            before = set(standpoint.active)
+            entered = [name for name in plan.layout.order if name not in before]
             self._commit(attempt, self._commit_of(attempt, standpoint, plan, fresh=entered))
             return
         lacking = spec is not None and len(standpoint.layers) < spec.num_layers
@@ -981,15 +1011,15 @@ class Coordinator:
         if commit.checkpoint is not None and spec is not None:
             num_bytes = sum(spec.layer_bytes)
         attempt.commit = commit
+        attempt.ranked = frozenset(attempt.order)
         self._suspicion, self._interrupted = None, False
         attempt.deadline = (
             self._now + max(3 * self.failure_timeout_s, MIN_FORMATION_TIMEOUT_S) + num_bytes / MIN_BYTES_PER_S
         )
         self._send_all(attempt.members, commit)
         # Members that were not taken in are spares again, unless they must hand something over.
-        attempt.members = [
-            name for name in attempt.members if name in self._active or name in attempt.order or attempt.needs(name)
-        ]
+        kept = {*self._active, *attempt.needed}
+        attempt.members = [name for name in attempt.members if name in kept]
         self._record(
             "committed",
             generation=commit.generation,
@@ -1005,7 +1035,7 @@ class Coordinator:
         )
 
     def _try_complete(self, attempt: Attempt) -> None:
-        if attempt.commit is None or attempt.commit.layout is None or set(attempt.order) - set(attempt.formed):
+        if attempt.commit is None or attempt.commit.layout is None or len(attempt.formed) < len(attempt.ranked):
             return
         layout = attempt.commit.layout
         self._layout, self._active, self._attempt = layout, list(layout.order), None

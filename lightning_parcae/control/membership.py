@@ -82,6 +82,7 @@ class Attempt:
         urgent: Whether members stop at once.
         reason: Why it is made, for people.
         members: Who must stop for it and is alive; the active ones first, by rank.
+        asked: Its members as a set, for quick look-ups, until it is committed.
         joiners: Those members that enter the job with it.
         prepared_at: When the Prepare was sent.
         cause: What broke the generation before, if something did.
@@ -92,6 +93,7 @@ class Attempt:
         first_stopped_at: When the first active member stopped.
         all_active_stopped_at: When the last active member stopped.
         commit: The Commit that was sent.
+        ranked: The committed layout's members; empty before.
         deadline: When all must have formed it.
         formed: Who has formed it.
     """
@@ -100,6 +102,7 @@ class Attempt:
     urgent: bool
     reason: str
     members: list[str]
+    asked: frozenset[str]
     joiners: frozenset[str]
     prepared_at: float
     cause: Cause | None = None
@@ -110,6 +113,7 @@ class Attempt:
     first_stopped_at: float | None = None
     all_active_stopped_at: float | None = None
     commit: Commit | None = None
+    ranked: frozenset[str] = frozenset()
     deadline: float = 0.0
     formed: dict[str, Formed] = field(default_factory=dict)
 
@@ -123,11 +127,16 @@ class Attempt:
         """Whether the Commit has been sent."""
         return self.commit is not None
 
-    def needs(self, name: str) -> bool:
-        """Whether a committed attempt cannot succeed without an instance."""
+    @property
+    def needed(self) -> frozenset[str]:
+        """Without whom it cannot succeed: once it is committed, the layout's members and whoever serves state."""
         if self.commit is None:
-            return name in self.members
+            return frozenset(self.members)
         donors = {source for _, source, _ in self.commit.transfers}
         if self.commit.fresh and self.commit.trainer_source is not None:
             donors.add(self.commit.trainer_source)
-        return name in self.order or name in donors
+        return self.ranked | donors
+
+    def needs(self, name: str) -> bool:
+        """Whether it cannot succeed without an instance."""
+        return name in self.needed

@@ -22,6 +22,7 @@ class Roster:
         self._failure_timeout_s = failure_timeout_s
         self._living: dict[str, Instance] = {}
         self._dead: dict[str, str] = {}  # incarnation -> why
+        self._leaving: set[str] = set()
         self._num_joined = 0
         self._names: set[str] = set()
         self._versions: dict[str, str] = {}
@@ -118,8 +119,20 @@ class Roster:
     def remove(self, name: str, reason: str) -> Instance:
         """Take an instance out; its process can never come back."""
         instance = self._living.pop(name)
+        self._leaving.discard(name)
         self._dead[instance.hello.incarnation] = reason
         return instance
+
+    def give_notice(self, name: str, leaves_at: float | None) -> None:
+        """Note that an instance will be taken away, and when, if known."""
+        instance = self._living[name]
+        instance.leaving, instance.leaves_at = True, leaves_at
+        self._leaving.add(name)
+
+    @property
+    def leaving(self) -> list[str]:
+        """The living instances with a notice, in the order in which they joined."""
+        return sorted(self._leaving, key=lambda name: self._living[name].order)
 
     def overdue(self, now: float) -> list[str]:
         """Return the instances whose lease is over."""

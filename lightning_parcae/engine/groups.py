@@ -27,6 +27,7 @@ from lightning_parcae.engine import sockets
 from lightning_parcae.engine.rendezvous import RendezvousClient, RendezvousStore, split_address
 from lightning_parcae.engine.sockets import Endpoints, OpenSocket
 from lightning_parcae.errors import GenerationBrokenError
+from lightning_parcae.planning.job_profile import LinkSpeed
 from lightning_parcae.planning.layout import Layout
 
 __all__ = ["SLOT_BYTES", "Group", "Groups", "Pending", "RendezvousStore"]
@@ -43,6 +44,12 @@ _BUCKETS_IN_FLIGHT = 2
 _POLL_S = 0.002
 _SHUT_DOWN_PAUSE_S = 0.005
 _SLICE = timedelta(seconds=2)
+_PROBE_TAG = 1_000_004
+_PROBE_REPEATS = 3
+_PROBE_SPREAD = 5.0  # longest over shortest of equal messages
+_PROBE_BYTES = (1 << 16, 1 << 20)
+_PROBE_S = 0.03  # the pause of a formation must not grow by more
+_ECHO, _END = -1, 0
 _device_lock = threading.Lock()
 
 
@@ -346,6 +353,52 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return buckets
 
 
+def _measure_link(group: Group, peer: int) -> LinkSpeed | None:
+    data = torch.zeros(_PROBE_BYTES[-1], dtype=torch.uint8)
+
+    def exchange(size: int) -> float:
+        """Send an order and what it announces, and wait for the order's return; return the seconds."""
+        order = torch.tensor([size])
+        started = time.perf_counter()
+        sends = [group.isend(order, peer, _PROBE_TAG), group.isend(data[: max(size, 0)], peer, _PROBE_TAG)]
+        group.recv(torch.zeros_like(order), peer, _PROBE_TAG)
+        took = time.perf_counter() - started
+        group.wait_for_sends(sends)
+        return took
+
+    deadline = time.perf_counter() + _PROBE_S
+
+    def repeat(size: int) -> list[float]:
+        """Repeat an exchange within the time that is left; return the times."""
+        times = [exchange(size)]
+        while len(times) < _PROBE_REPEATS and time.perf_counter() + min(times) < deadline:
+            times.append(exchange(size))
+        return times
+
+    echoes = repeat(_ECHO)
+    size, times = 0, echoes
+    for size in _PROBE_BYTES:
+        times = repeat(size)
+        if time.perf_counter() + min(times) * _PROBE_BYTES[-1] / size > deadline:
+            break
+    group.send(torch.tensor([_END]), peer, _PROBE_TAG)
+    if any(max(found) > _PROBE_SPREAD * min(found) for found in (echoes, times)):
+        return None  # a host is so busy that this says more of it than of the link
+    echo_s, took_s = min(echoes), min(times)
+    return LinkSpeed(latency_s=echo_s / 2, bytes_per_s=size / max(took_s - echo_s, took_s / 2))
+
+
+def _answer_probe(group: Group, peer: int) -> None:
+    order, data = torch.zeros(1, dtype=torch.int64), torch.empty(_PROBE_BYTES[-1], dtype=torch.uint8)
+    while True:
+        group.recv(order, peer, _PROBE_TAG)
+        size = int(order)
+        if size == _END:
+            return
+        group.recv(data[: max(size, 0)], peer, _PROBE_TAG)
+        group.send(order, peer, _PROBE_TAG)
+
+
 class Groups:
     """The groups that one instance is in during one generation.
 
@@ -413,6 +466,27 @@ class Groups:
                 f"formation of generation {layout.generation} failed: {reason or error}"
             ) from error
         return groups
+
+    def probe_link(self) -> LinkSpeed | None:
+        """Measure the link to a neighbour, as the messages of a step meet it; all members call it together.
+
+        Members pair up by rank: 0 and 1, 2 and 3. It takes a few messages and at most one of a megabyte, less where
+        that would take long.
+
+        Returns:
+            What the member with the lower rank has measured; None for the other one, for one without a partner, and
+            where equal messages took very different times.
+
+        Raises:
+            GenerationBrokenError: If the communication failed or was aborted.
+        """
+        peer = self.world.rank ^ 1
+        if peer >= self.world.size:
+            return None
+        if self.world.rank < peer:
+            return _measure_link(self.world, peer)
+        _answer_probe(self.world, peer)
+        return None
 
     def abort(self) -> None:
         """Release whatever is blocked on this generation, within milliseconds; may be called from any thread."""

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,14 @@ def _measure(
     deadline = time.monotonic() + budget_s
     values = sample
     passes = []  # of each layer: its input, best forward and backward time, bytes kept and handed on
+    kept_before = 0
     for layer in layers:
         inputs = _map(values, torch.Tensor.detach)
         values, forward_s, backward_s, kept = _run_once(layer, inputs, context)
-        passes.append([inputs, forward_s, backward_s, kept, _num_bytes(values)])
+        # An output that the layer before has kept is there once, though this layer keeps it as its input.
+        own = kept.total - min(kept.of_input, kept_before)
+        kept_before = max(kept.of_output, kept_before if kept.passes_on else 0)
+        passes.append([inputs, forward_s, backward_s, own, _num_bytes(values)])
     for _ in range(_MAX_REPEATS):  # the first pass of everything is slow
         for layer, found in zip(layers, passes, strict=True):
             if time.monotonic() > deadline:
@@ -98,10 +103,27 @@ def _measure(
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a layer has kept for its backward pass.
+
+    Attributes:
+        total: Bytes.
+        of_input: How many of them are its input's.
+        of_output: How many of them are its output's.
+        passes_on: Whether its output lies where its input does, as a view.
+    """
+
+    total: int
+    of_input: int
+    of_output: int
+    passes_on: bool
+
+
 def _run_once(
     layer: nn.Module, inputs: Any, context: Callable[[], AbstractContextManager[Any]]
-) -> tuple[Any, float, float, int]:
-    """Run one layer forward and backward; return its output, both times and the bytes it has kept."""
+) -> tuple[Any, float, float, _Kept]:
+    """Run one layer forward and backward; return its output, both times and what it has kept."""
     leaves = _map(inputs, lambda t: t.clone().requires_grad_(t.is_floating_point() or t.is_complex()))
     # copies, so that a layer that works in place meets no leaf
     inputs = _map(leaves, torch.Tensor.clone)
@@ -131,7 +153,22 @@ def _run_once(
         torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
         _wait_for(devices)
         backward_s = time.perf_counter() - started
-    return outputs, forward_s, backward_s, sum(kept.values())
+    places = [{tensor.untyped_storage().data_ptr() for tensor in _tensors(value)} for value in (inputs, outputs)]
+    of_input, of_output = (sum(kept.get(address, 0) for address in found) for found in places)
+    found = _Kept(sum(kept.values()), of_input, of_output, passes_on=not places[0].isdisjoint(places[1]))
+    return outputs, forward_s, backward_s, found
+
+
+def resident_bytes(layer: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return what a layer's parameters, buffers and optimizer state take, as they are now."""
+    parameters = list(layer.parameters())
+    state = [
+        value
+        for optimizer in optimizers
+        for parameter in parameters
+        for value in optimizer.state.get(parameter, {}).values()
+    ]
+    return sum(_num_bytes(value) for value in (*parameters, *layer.buffers(), *state))
 
 
 def _update_s_per_byte(layers: Sequence[nn.Module]) -> float:

@@ -48,6 +48,7 @@ from lightning_parcae.engine.groups import Groups, RendezvousStore
 from lightning_parcae.engine.state import drop_layer, is_resident, layer_state, load_layer
 from lightning_parcae.engine.transfer import StateClient, StateServer
 from lightning_parcae.errors import GenerationBrokenError, MembershipError, MigrationError
+from lightning_parcae.planning.job_profile import LinkSpeed
 from lightning_parcae.planning.layout import Layout
 from lightning_parcae.testing import reach
 
@@ -165,6 +166,7 @@ class Session:
         self.joined = False
         self.stop_requested = False
         self.bytes_moved = 0
+        self.link: LinkSpeed | None = None  # between the members, as the newest probe has found it
         self._generation = 0
         self._resident: set[int] = set()
         self._groups: Groups | None = None
@@ -426,7 +428,11 @@ class Session:
         with self._lock:
             self._groups = groups
         self._raise_if_superseded()
-        self._vote("formation", {"formed": commit.generation})
+        payload: Payload = {"formed": commit.generation}
+        if commit.fresh and (link := groups.probe_link()) is not None:  # there are links that nobody knows yet
+            payload["link"] = [link.latency_s, link.bytes_per_s]
+        payloads = self._vote("formation", payload)
+        self.link = LinkSpeed.typical([LinkSpeed(*item["link"]) for item in payloads if "link" in item]) or self.link
         reach("settle")
         self._settle(commit, layout, groups)
 

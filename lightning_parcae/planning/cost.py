@@ -32,6 +32,10 @@ _DRAWS = 64  # sets of victims looked at where no closed form exists and there a
 _MOST_PAIRS = 150
 # More victims than this change the greedy match's expectation by less than the draws do.
 _MOST_MATCHED = 4
+# Up to so many victims the polynomials of all grids are worked out at once, and nothing overflows.
+_MOST_AT_ONCE = 8
+_NEVER = 1e-12
+_CHECKPOINT_S = 14.0  # the reference's price of saving and loading a checkpoint
 
 
 class MigrationCost(Protocol):
@@ -78,15 +82,52 @@ def victims_in_grids(num_instances: int, sizes: NDArray[np.int64], num_lost: int
     return chances
 
 
-def _mixed(given: Callable[[Configs, int], Floats], configs: Configs, num_instances: int, num_lost: int) -> Floats:
+def _mixed(given: Callable[[int], Floats], configs: Configs, num_instances: int, num_lost: int) -> Floats:
     """Mix matrices for exactly ``v`` victims in the grid over the ``v`` that ``k`` uniform victims give."""
     sizes = np.array([config.num_instances for config in configs], dtype=np.int64)
     chances = victims_in_grids(num_instances, sizes, num_lost)
     total = np.zeros((len(configs), len(configs)))
     for victims in range(num_lost + 1):
-        if chances[:, victims].any():
-            total += chances[:, victims, None] * given(configs, victims)
+        if chances[:, victims].max(initial=0.0) > _NEVER:
+            total += chances[:, victims, None] * given(victims)
     return total
+
+
+def worst_losses(configs: Configs, victims: int) -> Floats:
+    """Return the distribution of the most replicas that any stage of a grid loses.
+
+    Args:
+        configs: The grids.
+        victims: Losses among the places of each grid, drawn uniformly; more than there are count as all.
+
+    Returns:
+        Probability of 0, 1, ... replicas, shape ``(S, most + 1)``.
+    """
+    depth = np.array([config.num_pipelines for config in configs], dtype=np.int64)
+    lost = np.minimum([config.num_instances for config in configs], victims)
+    most = int(np.minimum(depth, lost).max(initial=0))
+    worst = np.zeros((len(configs), most + 1))
+    if victims <= _MOST_AT_ONCE:
+        # Of all sets of victims, those that take at most j from each stage: [x^v] (sum_{i <= j} C(D, i) x^i)^P.
+        stages = np.array([config.num_stages for config in configs], dtype=np.float64)
+        powers = np.arange(victims + 1)
+        ways = np.array([[float(comb(size, power)) for power in powers.tolist()] for size in depth.tolist()])
+        at_most = np.where(powers[None, :] <= np.arange(most + 1)[:, None], ways[:, None, :], 0.0)  # (S, j, power)
+        series = np.zeros_like(at_most)
+        series[:, :, 0] = 1.0
+        for power in range(1, victims + 1):  # the power of a series, by Miller's recurrence
+            factors = powers[1 : power + 1] * (stages[:, None] + 1.0) - power
+            terms = factors[:, None, :] * at_most[:, :, 1 : power + 1] * series[:, :, power - 1 :: -1][:, :, :power]
+            series[:, :, power] = terms.sum(axis=2) / power
+        wanted = series[np.arange(len(configs)), :, lost]
+        total = np.array([float(comb(one.num_instances, int(gone))) for one, gone in zip(configs, lost, strict=True)])
+        shares = np.clip(wanted / total[:, None], 0.0, 1.0)
+        worst[:] = np.maximum(np.diff(shares, axis=1, prepend=0.0), 0.0)
+    else:
+        for row, config in enumerate(configs):
+            left = fewest_replicas([config.num_pipelines] * config.num_stages, 0, int(lost[row]))
+            worst[row, : len(left[::-1][: most + 1])] = left[::-1][: most + 1]
+    return worst
 
 
 # --- our own ----------------------------------------------------------------------------------------------------------
@@ -131,7 +172,14 @@ class MeasuredCost:
 
     def matrix(self, configs: Configs, num_instances: int, num_lost: int) -> Floats:
         """See :class:`MigrationCost`."""
-        return _mixed(self._given, configs, num_instances, num_lost)
+        prices: dict[int, Floats] = self._cache.setdefault(("prices", configs), {})
+
+        def given(victims: int) -> Floats:
+            if victims not in prices:
+                prices[victims] = self._price(configs, victims)
+            return prices[victims]
+
+        return _mixed(given, configs, num_instances, num_lost)
 
     def initial(self, configs: Configs) -> Floats:
         """See :class:`MigrationCost`."""
@@ -145,34 +193,26 @@ class MeasuredCost:
         """Return a copy with other terms, as the job has measured them."""
         return replace(self, **terms)  # type: ignore[arg-type]
 
-    def _given(self, configs: Configs, victims: int) -> Floats:
-        key = (configs, victims)
-        if key not in self._cache:
-            self._cache[key] = self._price(configs, victims)
-        prices: Floats = self._cache[key]
-        return prices
-
     def _price(self, configs: Configs, victims: int) -> Floats:
         depth = np.array([config.num_pipelines for config in configs], dtype=np.int64)
         stages = np.array([config.num_stages for config in configs], dtype=np.int64)
+        counts, number = np.unique(stages, return_inverse=True)
         detection = self.detection_s if victims and not self.is_announced else 0.0
-        fixed = detection + self.formation_s + self.build_s
-        prices = np.full((len(configs), len(configs)), fixed)
-        largest = {count: max(self._stage_bytes(count)) / self.bytes_per_s for count in set(stages.tolist())}
-        for row, config in enumerate(configs):
-            lost = min(victims, config.num_instances)
-            left = fewest_replicas([config.num_pipelines] * config.num_stages, 0, lost)  # of the grid alone
-            gone = 0.0 if self.is_announced else float(left[0]) * self.rollback_s
-            same = np.flatnonzero(stages == config.num_stages)
-            donors = np.maximum(np.arange(len(left)), 1)
-            rounds = np.ceil(np.maximum(depth[same][:, None] - np.arange(len(left)), 0) / donors)  # (same, r)
-            prices[row, same] += rounds @ left * largest[config.num_stages] + gone
-            others = np.flatnonzero(stages != config.num_stages)
-            moved = [self._moved_s(config.num_stages, int(stages[column])) for column in others]
-            serial = np.ceil(depth[others] / config.num_pipelines)
-            prices[row, others] += np.array(moved) * serial + gone
-            if not victims:
-                prices[row, row] = 0.0
+        prices = np.full((len(configs), len(configs)), detection + self.formation_s + self.build_s)
+        worst = worst_losses(configs, victims)  # (S, most + 1)
+        largest = np.array([max(self._stage_bytes(count)) for count in counts.tolist()]) / self.bytes_per_s
+        rounds = np.zeros((len(configs), len(configs)))
+        for lost in range(worst.shape[1]):
+            left = np.maximum(depth - lost, 0)[:, None]
+            rounds += worst[:, lost, None] * np.ceil(np.maximum(depth[None, :] - left, 0) / np.maximum(left, 1))
+            if not self.is_announced:
+                prices += np.where(left == 0, worst[:, lost, None] * self.rollback_s, 0.0)
+        moved = self._moved_between(tuple(counts.tolist()))
+        serial = np.ceil(depth[None, :] / depth[:, None])
+        is_same = number[:, None] == number[None, :]
+        prices += np.where(is_same, rounds * largest[number][:, None], moved[number][:, number] * serial)
+        if not victims:
+            np.fill_diagonal(prices, 0.0)
         return prices
 
     def _edges(self, num_stages: int) -> tuple[int, ...]:
@@ -184,18 +224,24 @@ class MeasuredCost:
         edges = self._edges(num_stages)
         return [sum(self.layer_bytes[low:high]) for low, high in pairwise(edges)]
 
-    def _moved_s(self, before: int, after: int) -> float:
-        """Return the longest time that an instance of the old split needs to fill up to a stage of the new one."""
-        key = ("moved", before, after)
+    def _moved_between(self, counts: tuple[int, ...]) -> Floats:
+        """Return the longest time that an instance of one split needs to fill up to a stage of another one."""
+        key = ("moved", counts)
         if key not in self._cache:
             prefix = np.concatenate([[0], np.cumsum(self.layer_bytes)])
-            old, new = np.array(self._edges(before)), np.array(self._edges(after))
-            low = np.maximum(new[:-1][:, None], old[:-1][None, :])
-            high = np.maximum(np.minimum(new[1:][:, None], old[1:][None, :]), low)
-            held = (prefix[high] - prefix[low]).max(axis=1)  # (p,), by the best old stage
-            self._cache[key] = float(((prefix[new[1:]] - prefix[new[:-1]]) - held).max()) / self.bytes_per_s
-        seconds: float = self._cache[key]
-        return seconds
+            edges = [np.array(self._edges(count)) for count in counts]
+            low, high = (np.concatenate(ends) for ends in zip(*((cut[:-1], cut[1:]) for cut in edges), strict=True))
+            firsts = np.cumsum([0, *counts[:-1]])  # of the stages of each split
+            seconds = np.empty((len(counts), len(counts)))
+            for row, old in enumerate(edges):
+                begin = np.maximum(low[:, None], old[:-1])
+                end = np.maximum(np.minimum(high[:, None], old[1:]), begin)
+                held = (prefix[end] - prefix[begin]).max(axis=1)  # by the best old stage
+                lacks = prefix[high] - prefix[low] - held
+                seconds[row] = np.maximum.reduceat(lacks, firsts) / self.bytes_per_s
+            self._cache[key] = seconds
+        moved: Floats = self._cache[key]
+        return moved
 
     def to_json(self) -> dict[str, Any]:
         """Return the terms as JSON values."""
@@ -278,12 +324,12 @@ class ReferenceCost:
     def matrix(self, configs: Configs, num_instances: int, num_lost: int) -> Floats:
         """See :class:`MigrationCost`."""
         sizes = np.array([config.num_instances for config in configs], dtype=np.int64)
-        growing, shrinking = (np.array([self.restart_s(c, grows=grows) for c in configs]) for grows in (True, False))
+        growing, shrinking = self._restarts(configs)
         restart = np.where(sizes[None, :] > sizes[:, None] - num_lost, growing[None, :], shrinking[None, :])
         chances = victims_in_grids(num_instances, sizes, num_lost)
         total: Floats = np.zeros((len(configs), len(configs)))
         for victims in range(num_lost + 1):
-            if chances[:, victims].any():
+            if chances[:, victims].max(initial=0.0) > _NEVER:
                 # Transfers and swaps, and the share of cases in which the processes restart.
                 moved, restarts = self._given(configs, victims)
                 total += chances[:, victims, None] * (moved + restarts * restart)
@@ -335,6 +381,11 @@ class ReferenceCost:
         build = self.build_s[config.num_stages]
         return arrival + self.groups_s(config, grows=grows) + self.process_s + build
 
+    def reload_s(self, config: ParallelConfig, *, grows: bool, is_first: bool) -> float:
+        """Return the seconds to restart everything from a checkpoint; the first start has none to save and load."""
+        files = 0.0 if is_first else _CHECKPOINT_S
+        return self.restart_s(config, grows=grows) + files + sum(self._stage_s(config.num_stages))
+
     def boundaries(self, num_stages: int) -> tuple[int, ...]:
         """Return the reference's split: even, one more to the first stage, the rest just before the last."""
         size, rest = divmod(len(self.layer_params) - 1, num_stages)
@@ -357,27 +408,41 @@ class ReferenceCost:
 
     # --- expectations, given exactly v victims in the grid ------------------------------------------------------------
 
+    def _restarts(self, configs: Configs) -> tuple[Floats, Floats]:
+        """Return the seconds to restart the processes when the job grows, and when it does not."""
+        key = ("restarts", configs)
+        if key not in self._cache:
+            self._cache[key] = tuple(
+                np.array([self.restart_s(config, grows=grows) for config in configs]) for grows in (True, False)
+            )
+        times: tuple[Floats, Floats] = self._cache[key]
+        return times
+
     def _given(self, configs: Configs, victims: int) -> tuple[Floats, Floats]:
         """Return seconds that do not depend on growth, and the chance of a restart, each of shape ``(S, S)``."""
         key = (configs, victims)
         if key not in self._cache:
+            stages = np.array([config.num_stages for config in configs], dtype=np.int64)
+            depth = np.array([config.num_pipelines for config in configs], dtype=np.int64)
+            counts, number = np.unique(stages, return_inverse=True)
+            # Pipelines beyond the first are filled by a broadcast of the largest stage.
+            spread = np.array([max(self._stage_s(count)) for count in counts.tolist()])[number] * (depth > 1)
             moved = np.zeros((len(configs), len(configs)))
             restarts = np.ones((len(configs), len(configs)))
             for row, old in enumerate(configs):
                 if victims > old.num_instances:
                     continue
-                for column, new in enumerate(configs):
-                    if new.num_stages == old.num_stages:
-                        same = self._same_stages(old, new.num_pipelines, victims)
-                        moved[row, column], restarts[row, column] = same
-                    else:
-                        moved[row, column] = self._other_stages(old, new, victims)
+                missing = [self._missing_s(old, count, victims) for count in counts.tolist()]
+                moved[row] = np.array(missing)[number] + spread
+                for column in np.flatnonzero(stages == old.num_stages).tolist():
+                    same = self._same_stages(old, configs[column].num_pipelines, victims)
+                    moved[row, column], restarts[row, column] = same
             self._cache[key] = moved, restarts
         result: tuple[Floats, Floats] = self._cache[key]
         return result
 
     def _same_stages(self, old: ParallelConfig, target: int, victims: int) -> tuple[float, float]:
-        key = ("same", old, target, victims)
+        key = ("same", old.num_pipelines, old.num_stages, target, victims)
         if key not in self._cache:
             self._cache[key] = self._expect_same_stages(old, target, victims)
         result: tuple[float, float] = self._cache[key]
@@ -421,14 +486,16 @@ class ReferenceCost:
         intra = self.intra_stage_s(ParallelConfig(target, old.num_stages))
         return float(moved + fine * intra), float(1.0 - fine)
 
-    def _other_stages(self, old: ParallelConfig, new: ParallelConfig, victims: int) -> float:
+    def _missing_s(self, old: ParallelConfig, num_stages: int, victims: int) -> float:
+        """Return the expected seconds to fill up the last stage of another split."""
+        if num_stages == old.num_stages:
+            return 0.0
         counted = min(victims, _MOST_MATCHED)
-        key = ("other", old, new.num_stages, counted)
+        key = ("missing", old.num_pipelines, old.num_stages, num_stages, counted)
         if key not in self._cache:
-            self._cache[key] = self._expect_missing_s(old, new.num_stages, counted)
+            self._cache[key] = self._expect_missing_s(old, num_stages, counted)
         missing_s: float = self._cache[key]
-        spread_s = max(self._stage_s(new.num_stages)) if new.num_pipelines > 1 else 0.0
-        return missing_s + spread_s
+        return missing_s
 
     def _expect_missing_s(self, old: ParallelConfig, num_stages: int, victims: int) -> float:
         """Match new stages greedily to survivors; return the expected seconds to fill the last one."""

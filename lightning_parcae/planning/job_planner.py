@@ -21,7 +21,7 @@ from lightning_parcae.availability.backtest import Choice, ForecastChooser
 from lightning_parcae.availability.forecast import NOTHING, EventLaw, EventRates, Forecast, Forecaster
 from lightning_parcae.planning.cost import MeasuredCost
 from lightning_parcae.planning.job_history import JobHistory, PastReconfiguration
-from lightning_parcae.planning.job_profile import JobProfile, Limits, StepTime
+from lightning_parcae.planning.job_profile import JobProfile, Limits, LinkSpeed, StepTime
 from lightning_parcae.planning.optimizer import LiveputOptimizer, Situation
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import LayoutTable, lookup
@@ -110,6 +110,8 @@ class Decision:
         skill: Skill of the forecaster in use; 0 for learned rates and where nobody has any.
         forecast_by: The forecaster in use, and why.
         num_intervals: Intervals of history.
+        forecast_mae: Mean absolute error so far of the number of instances forecast for the next interval; None where
+            no forecast could be compared yet.
     """
 
     table: LayoutTable
@@ -120,6 +122,7 @@ class Decision:
     skill: float
     forecast_by: str
     num_intervals: int
+    forecast_mae: float | None = None
 
     def details(self) -> dict[str, Any]:
         """Return what the timeline shows beside table and reason."""
@@ -162,7 +165,10 @@ class JobPlanner:
         self._has_warned = False
         self._capacity = 0
         self._measured: dict[ParallelConfig, StepTime] = {}
+        self._link: LinkSpeed | None = None  # as probed when members met
         self._link_bytes_per_s: float | None = None  # as state has moved in this job
+        self._predicted = (0, 0.0)  # for an interval, the number of instances
+        self._errors = (0, 0.0)  # of such forecasts: how many, and their absolute sum
         self._profile = self._profile_of({})
         self._cost: MeasuredCost | None = None
         self._optimizer: LiveputOptimizer | None = None
@@ -171,6 +177,13 @@ class JobPlanner:
     def profile(self) -> JobProfile:
         """The profile in use."""
         return self._profile
+
+    def take_link(self, link: LinkSpeed) -> None:
+        """Use what a probe says of the links between the members, until state has moved over them."""
+        if self._link is not None and link.is_close(self._link, _COST_TOLERANCE):
+            return
+        self._link = link
+        self._profile, self._optimizer = self._profile_of(self._measured), None
 
     def decide(self, history: JobHistory, measured: Mapping[ParallelConfig, StepTime]) -> Decision | None:
         """Decide what the job should follow.
@@ -197,6 +210,7 @@ class JobPlanner:
         if settings.policy == "reactive":
             return self._react(history, len(counts))
         laws, stays, choice = self._forecast(counts)
+        self._score(counts, laws[0])
         if self._optimizer is None:
             self._optimizer = LiveputOptimizer(
                 self._profile,
@@ -219,12 +233,15 @@ class JobPlanner:
             skill=choice.skill,
             forecast_by=choice.reason,
             num_intervals=len(counts),
+            forecast_mae=self._errors[1] / self._errors[0] if self._errors[0] else None,
         )
 
     # --- throughput and costs -----------------------------------------------------------------------------------------
 
     def _profile_of(self, measured: Mapping[ParallelConfig, StepTime]) -> JobProfile:
         model, base = self.model, self.model.profile
+        if isinstance(base, ModelProfile) and self._link is not None:
+            base = replace(base, link_bytes_per_s=self._link.bytes_per_s, link_latency_s=self._link.latency_s)
         if isinstance(base, ModelProfile) and self._link_bytes_per_s is not None:
             base = replace(base, link_bytes_per_s=self._link_bytes_per_s)
         return JobProfile(base, model.limits, cuts=model.cuts, measured=measured, num_samples=model.num_samples)
@@ -233,7 +250,8 @@ class JobPlanner:
         """Use new measurements where they say something else, so that noise changes nothing."""
         changed = False
         speed = MeasuredCost.bytes_per_s if self._cost is None else self._cost.bytes_per_s
-        if speed not in (MeasuredCost.bytes_per_s, self._link_bytes_per_s):  # the default is no measurement
+        defaults = (MeasuredCost.bytes_per_s, self._default_cost().bytes_per_s)  # are no measurements
+        if speed not in (*defaults, self._link_bytes_per_s):
             self._link_bytes_per_s, changed = speed, True
         for config, step in measured.items():
             old = self._measured.get(config)
@@ -253,12 +271,19 @@ class JobPlanner:
             redo_s = min(elapsed_s, _LONGEST_REDO_S)
         else:
             redo_s = num_steps * step_s / 2
-        return measured_cost(
-            MeasuredCost(layer_bytes=self.model.layer_bytes, boundaries=self.model.cuts),
-            history,
-            step_s=step_s,
-            redo_s=redo_s,
-        )
+        return measured_cost(self._default_cost(), history, step_s=step_s, redo_s=redo_s)
+
+    def _default_cost(self) -> MeasuredCost:
+        """Return the cost model to start from: state moves no faster than the link."""
+        cost = MeasuredCost(layer_bytes=self.model.layer_bytes, boundaries=self.model.cuts)
+        return cost if self._link is None else replace(cost, bytes_per_s=min(cost.bytes_per_s, self._link.bytes_per_s))
+
+    def _score(self, counts: Sequence[int], law: EventLaw) -> None:
+        """Compare the forecast for the interval that has begun, if there was one, and note the one for the next."""
+        interval, expected = self._predicted
+        if interval == len(counts):
+            self._errors = (self._errors[0] + 1, self._errors[1] + abs(counts[-1] - expected))
+        self._predicted = (len(counts) + 1, counts[-1] - law.expected_lost + law.expected_joined)
 
     # --- the future ---------------------------------------------------------------------------------------------------
 

@@ -5,14 +5,17 @@ Symbols: ``D`` pipelines, ``P`` stages in each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 
+from lightning_parcae.errors import PlanError
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import LayoutTable
 from lightning_parcae.planning.profile import ModelProfile, ThroughputProfile
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,31 @@ class StepTime:
 
     work_s: float
     other_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """What a link between two instances does.
+
+    Attributes:
+        latency_s: Time of an empty message.
+        bytes_per_s: Bandwidth.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def typical(cls, links: Sequence[LinkSpeed]) -> LinkSpeed | None:
+        """Return the medians of several links; None without any."""
+        if not links:
+            return None
+        return cls(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
+
+    def is_close(self, other: LinkSpeed, tolerance: float) -> bool:
+        """Whether latency and bandwidth differ by at most a share of the other's."""
+        pairs = ((self.latency_s, other.latency_s), (self.bytes_per_s, other.bytes_per_s))
+        return all(abs(mine - theirs) <= tolerance * theirs for mine, theirs in pairs)
 
 
 @dataclass(frozen=True)
@@ -147,6 +175,43 @@ class JobProfile:
         whole = {config: step.work_s + step.other_s for config, step in self._measured.items()}
         values["step_s"] = {**values["step_s"], **whole}
         return ModelProfile(**values).to_json()
+
+    def most_instances_table(self, max_instances: int) -> LayoutTable:
+        """Return, for each number of instances, what leaves the fewest idle, of equally many the fewest stages.
+
+        As :func:`~lightning_parcae.planning.policy.most_instances_table`, of the configurations that fit into memory.
+
+        Args:
+            max_instances: Length of the table minus one.
+
+        Raises:
+            PlanError: If nothing fits, however many instances there are.
+        """
+        best: list[ParallelConfig | None] = [None] * (max_instances + 1)
+        for config in sorted(self.configs(max_instances), key=lambda config: -config.num_stages):
+            best[config.num_instances] = config  # the fewest stages come last
+        if not any(best):
+            raise PlanError(self._nothing_fits(max_instances))
+        table: list[ParallelConfig | None] = []
+        for entry in best:
+            table.append(entry if entry is not None or not table else table[-1])
+        return tuple(table)
+
+    def _nothing_fits(self, max_instances: int) -> str:
+        base = self._base
+        assert isinstance(base, ModelProfile) and base.memory_bytes is not None
+        free = replace(base, memory_bytes=None)
+        allowed = [config for config in free.configs(max_instances) if self.limits.allow(config)]
+        best = min(allowed, key=free.stage_memory_bytes, default=None)
+        found = "none is allowed by the limits"
+        if best is not None:
+            found = f"the least that one needs is {free.stage_memory_bytes(best) / _GIB:.2f} GiB, as {best}"
+        return (
+            f"no configuration fits into the memory of an instance ({base.memory_bytes / _GIB:.2f} GiB): {found}, "
+            "by what the layers have shown (state, gradients and activations of the fullest stage). Use smaller "
+            "micro-batches, recompute='always', more stages or larger devices; or say with device_memory=... (GiB) "
+            "that there is more"
+        )
 
     def fastest_table(
         self, max_instances: int, *, keep: ParallelConfig | None = None, noise: float = 0.0

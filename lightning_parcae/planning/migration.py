@@ -127,7 +127,8 @@ def decide_layout(
     missing = np.add.reduceat(np.where(held, 0, sizes), list(boundaries[:-1]), axis=1)  # (N, P), bytes
 
     same_stages = old is not None and old.boundaries == tuple(boundaries)
-    kept = [_index_of_old_place(old, name, config) if old is not None and same_stages else -1 for name in candidates]
+    indices = _indices_of_old_places(old, config) if old is not None and same_stages else {}
+    kept = [indices.get(name, -1) for name in candidates]
     places = _assign(missing, config, kept)
     grid = tuple(tuple(candidates[row] for row in line) for line in places.reshape(-1, config.num_stages))
     placed = {name for line in grid for name in line}
@@ -168,12 +169,10 @@ def _check(
             raise ValueError(f"{name} claims layers {sorted(layers)}, but the model has 0 to {len(layer_bytes) - 1}")
 
 
-def _index_of_old_place(old: Layout, name: str, config: ParallelConfig) -> int:
-    """Return the index of an instance's old place in the new grid, row by row, or -1."""
-    place = old.place_of(name)
-    if place is None or place[0] >= config.num_pipelines:
-        return -1
-    return place[0] * config.num_stages + place[1]
+def _indices_of_old_places(old: Layout, config: ParallelConfig) -> dict[str, int]:
+    """Return the index in the new grid, row by row, of each old place that it still has, by instance."""
+    rows = old.grid[: config.num_pipelines]
+    return {name: index for index, name in enumerate(name for row in rows for name in row)}
 
 
 def _assign(missing: NDArray[np.int64], config: ParallelConfig, kept: Sequence[int]) -> NDArray[np.int64]:
@@ -242,7 +241,7 @@ def _spread(
     layer_bytes: Sequence[int],
 ) -> tuple[Transfer, ...]:
     """Choose a donor for each missing layer, so that no donor sends much more than another."""
-    names = [*candidates, *(name for name in holders if name not in set(candidates))]
+    names = list(dict.fromkeys([*candidates, *holders]))
     held = {name: frozenset(holders.get(name, ())) for name in names}
     donors = [[name for name in names if layer in held[name]] for layer in range(layout.num_layers)]
     wanted = [

@@ -13,7 +13,7 @@ The first step is carried out, the rest is planned again in the next interval. T
 instances that may come, what to do then: a table to look up when there is no time to plan.
 
 Symbols: ``N`` instances, ``T`` length of an interval, ``S`` entries of the space, ``W`` numbers of instances looked at,
-``M`` combinations of ``N`` and an event.
+``M`` moves: combinations of ``N`` and an event that share one maximum.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ _NOTHING_RUNS = Running()
 _MOST_LOST = 8
 # Up to this capacity every number of instances is looked at; beyond it, those near the present one.
 _SMALL = 16
+# Parts of the moves that are worked on at once: the smaller ones leave more configurations out.
+_BLOCKS = 4
+# Prepared sets of events and spaces that are kept: megabytes each.
+_MOST_LAWS = 8
+_MOST_VALUES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,7 @@ class LiveputOptimizer:
         self._noise = noise
         self._late_at_best = late_at_best
         self._spaces: dict[tuple[int, int, ParallelConfig | None], ConfigSpace] = {}
+        self._values: dict[tuple[ConfigSpace, int, int], _Value] = {}
         self._fastest: list[ParallelConfig | None] = []
 
     def plan(self, situation: Situation, laws: Sequence[EventLaw], *, stays: EventLaw | None = None) -> Plan:
@@ -147,7 +153,7 @@ class LiveputOptimizer:
         ahead, tail, sweeps = self._ahead(situation, laws, stays)
         low, high = self._range(now, situation)
         space = self._space(low, high, situation.running.config)
-        value = _Value(space, low, high, self._capacity, self._interval_s, self._late_at_best)
+        value = self._value(space, low, high)
         values = np.zeros((high - low + 1, len(space)))
         if sweeps:
             step = value.step(tail)
@@ -224,6 +230,14 @@ class LiveputOptimizer:
                 if current is not None and current in self._profile.configs(high):
                     self._spaces.setdefault((low, high, None), space)
         return self._spaces[key]
+
+    def _value(self, space: ConfigSpace, low: int, high: int) -> _Value:
+        key = (space, low, high)
+        if key not in self._values:
+            if len(self._values) >= _MOST_VALUES:
+                self._values.clear()
+            self._values[key] = _Value(space, low, high, self._capacity, self._interval_s, self._late_at_best)
+        return self._values[key]
 
     def _worth(self, value: _Value, pauses: Floats, later: Floats, num_instances: int) -> Floats:
         return value.trained(pauses, num_instances) + later
@@ -314,6 +328,7 @@ class _Value:
         self._capacity = capacity
         self._interval_s = interval_s
         self._late_at_best = late_at_best
+        self._moves: dict[tuple[tuple[int, int], ...], _Moves] = {}
 
     def trained(self, pauses: Floats, num_instances: int) -> Floats:
         """Return what an interval trains after each pause, shape of ``pauses``; minus infinity what does not fit."""
@@ -331,25 +346,86 @@ class _Value:
 
     def step(self, law: EventLaw) -> _Step:
         """Prepare the backing up under a law."""
-        moves: dict[tuple[int, int, int], int] = {}  # (N, lost, N') that share one maximum
-        weights: list[tuple[int, int, float]] = []  # (row of N, combination, chance)
+        possible = [(kind, chance) for kind, chance in zip(law.kinds, law.chances, strict=True) if chance > 0]
+        kinds = tuple(kind for kind, _ in possible)
+        moves = self._moves.get(kinds)
+        if moves is None:
+            if len(self._moves) >= _MOST_LAWS:
+                self._moves.clear()
+            moves = self._moves[kinds] = self._find_moves(kinds)
+        chances = np.array([chance for _, chance in possible])
+        rows = np.arange(len(moves.of))
+        mix = np.zeros((len(rows), moves.num_moves))
+        for column, chance in enumerate(chances):
+            mix[rows, moves.of[:, column]] += chance
+        return _Step(moves, mix)
+
+    def _find_moves(self, kinds: tuple[tuple[int, int], ...]) -> _Moves:
+        # Without a loss it does not matter how many there were: such moves share one maximum.
+        keys = []
         for count in range(self._low, self._high + 1):
-            for kind, chance in zip(law.kinds, law.chances, strict=True):
-                if chance == 0:
-                    continue
+            for kind in kinds:
                 lost, after = outcome(count, kind, self._capacity)
                 after = min(max(after, self._low), self._high)
-                # Without a loss it does not matter how many there were.
-                key = (count if lost else -1, min(lost, _MOST_LOST), after)
-                weights.append((count - self._low, moves.setdefault(key, len(moves)), chance))
-        mix = np.zeros((self._high - self._low + 1, len(moves)))
-        for row, move, chance in weights:
-            mix[row, move] += chance
-        gains = np.empty((len(moves), len(self._space), len(self._space)))
-        for (count, lost, after), move in moves.items():
-            gains[move] = self.trained(self.pauses_s(max(count, 0), lost), after)
-        after_rows = np.array([after - self._low for _, _, after in moves], dtype=np.int64)
-        return _Step(gains, mix, after_rows)
+                keys.append((after, count if lost else -1, min(lost, _MOST_LOST)))
+        moves = sorted(set(keys))
+        place = {move: index for index, move in enumerate(moves)}
+        of = np.array([place[key] for key in keys], dtype=np.int64).reshape(-1, len(kinds))
+        size = max(1, -(-len(moves) // _BLOCKS))
+        blocks = [self._block(moves[first : first + size], first) for first in range(0, len(moves), size)]
+        return _Moves(of, len(moves), len(self._space), blocks)
+
+    def _block(self, moves: list[tuple[int, int, int]], first: int) -> _Block:
+        sizes = self._space.sizes
+        targets = np.flatnonzero(sizes <= moves[-1][0])
+        sources = np.flatnonzero(sizes <= max(max(after, count) for after, count, _ in moves))
+        gains = np.empty((len(targets), len(moves), len(sources)))
+        for index, (after, count, lost) in enumerate(moves):
+            trained = self.trained(self.pauses_s(max(count, 0), lost), after)
+            gains[:, index] = trained[np.ix_(sources, targets)].T
+        return _Block(
+            slice(first, first + len(moves)),
+            gains,
+            np.array([after - self._low for after, _, _ in moves], dtype=np.int64),
+            targets,
+            sources,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some of the moves, as arrays without those configurations that fit none of them.
+
+    Attributes:
+        place: Which moves.
+        gains: What the interval trains, shape ``(targets, moves, sources)``; minus infinity where it does not fit.
+        after: Row of the number of instances afterwards, shape ``(moves,)``.
+        targets: Entries that fit afterwards.
+        sources: Entries that fit before.
+    """
+
+    place: slice
+    gains: Floats
+    after: Ints
+    targets: Ints
+    sources: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Ways from a number of instances to another, for some kinds of event.
+
+    Attributes:
+        of: Move of each number of instances and kind, shape ``(W, kinds)``.
+        num_moves: Moves ``M``.
+        num_entries: Entries ``S`` of the space.
+        blocks: The moves, ordered by the number of instances afterwards.
+    """
+
+    of: Ints
+    num_moves: int
+    num_entries: int
+    blocks: list[_Block]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,18 +433,19 @@ class _Step:
     """One interval under one law.
 
     Attributes:
-        gains: What the interval trains, shape ``(M, S, S)``; minus infinity where it does not fit.
-        mix: Chance of each combination, shape ``(W, M)``.
-        after: Row of the number of instances afterwards, shape ``(M,)``.
+        moves: What can happen.
+        mix: Chance of each move, shape ``(W, M)``.
     """
 
-    gains: Floats
+    moves: _Moves
     mix: Floats
-    after: Ints
 
     def __call__(self, values: Floats) -> Floats:
-        """Return the values one interval earlier, shape ``(W, S)``."""
-        best = (self.gains + values[self.after][:, None, :]).max(axis=2)  # (M, S)
+        """Return the values one interval earlier, shape ``(W, S)``; 0 where a configuration does not fit."""
+        best = np.zeros((self.moves.num_moves, self.moves.num_entries))
+        for block in self.moves.blocks:
+            later = values[block.after[:, None], block.targets].T[:, :, None]
+            best[block.place, block.sources] = (block.gains + later).max(axis=0)
         earlier: Floats = self.mix @ best
         return earlier
 

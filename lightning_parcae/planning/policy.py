@@ -9,28 +9,11 @@ Symbols: ``N`` instances, ``D`` pipelines, ``P`` stages in each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from lightning_parcae.planning.parallel_config import ParallelConfig
 
 #: Configuration for each number of instances, indexed by ``N``; None means: wait.
 LayoutTable = tuple[ParallelConfig | None, ...]
-
-
-class LayoutPolicy(Protocol):
-    """Decide what to run, as a table over the number of instances."""
-
-    def table(self, current: ParallelConfig | None, num_instances: int) -> LayoutTable:
-        """Return the configuration to take for every number of instances that may come.
-
-        Args:
-            current: What runs now, or None if nothing runs.
-            num_instances: Instances that are ready now.
-
-        Returns:
-            A table of at least ``num_instances + 1`` entries.
-        """
-        ...
 
 
 def lookup(table: Sequence[ParallelConfig | None], num_instances: int) -> ParallelConfig | None:

@@ -5,6 +5,8 @@ second. :class:`ThroughputProfile` is a table of measurements. :class:`ModelProf
 measured of single layers and links, and lets measured steps correct it.
 
 Symbols: ``D`` pipelines, ``P`` stages in each, ``m`` micro-batches of a global batch, ``q`` of the fullest pipeline.
+
+Values that make no sense, and files that are no profile, are refused with a ``ValueError`` of one line.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ from numpy.typing import NDArray
 from lightning_parcae.planning.parallel_config import ParallelConfig
 
 _FORMAT = "lightning_parcae/profile/1"
+# Beyond these it is a mistake in the file, and would take minutes to find out otherwise.
+_MOST_LAYERS = 1_000
+_MOST_MICROBATCHES = 100_000
+_MOST_INSTANCES = 100_000
+#: Keys of a file that say more about the model than a profile needs; whoever wants them reads them.
+_OTHER_KEYS = ("format", "kind", "tokens_per_sample", "layer_bytes")
 
 
 class Profile(Protocol):
@@ -86,8 +94,12 @@ class ThroughputProfile:
         """
         if model not in data.get("models", {}):
             raise ValueError(f"no model {model!r}; the file holds {', '.join(data.get('models', {})) or 'none'}")
-        rows = data["models"][model]["throughput"]
-        return cls(model, {ParallelConfig(row["dp"], row["pp"]): float(row["samples_per_s"]) for row in rows})
+        facts = data["models"][model]
+        if not (isinstance(facts, Mapping) and isinstance(facts.get("throughput"), list) and facts["throughput"]):
+            raise ValueError(f"model {model!r} has no list of throughputs")
+        keys = ("dp", "pp", "samples_per_s")
+        rows = [[row.get(key) for key in keys] if isinstance(row, Mapping) else row for row in facts["throughput"]]
+        return cls(model, _table(rows, f"throughput of {model}", "samples_per_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +125,10 @@ class LayerCost:
     output_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be at least 0, got {value}")
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if not (_is_number(value) and value >= 0):
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +184,28 @@ class ModelProfile:
     _splits: dict[int, _Split] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.layers or self.num_samples < 1 or self.num_microbatches < 1 or self.link_bytes_per_s <= 0:
+        if not self.layers:
+            raise ValueError(f"{self.name}: needed are layers, got none")
+        for name in ("num_samples", "num_microbatches", "min_stages", "max_pipelines"):
+            value = getattr(self, name)
+            is_open = name == "max_pipelines" and value is None
+            if not is_open and not (_is_number(value) and isinstance(value, (int, np.integer)) and value >= 1):
+                raise ValueError(f"{self.name}: {name} must be a whole number of at least 1, got {value!r}")
+        for name in ("link_bytes_per_s", "memory_bytes"):
+            value = getattr(self, name)
+            is_open = name == "memory_bytes" and value is None
+            if not is_open and not (_is_number(value, finite=False) and value > 0):
+                raise ValueError(f"{self.name}: {name} must be above 0, got {value!r}")
+        if len(self.layers) > _MOST_LAYERS or self.num_microbatches > _MOST_MICROBATCHES:
             raise ValueError(
-                f"{self.name}: needed are layers, samples, micro-batches and a bandwidth above 0, got "
-                f"{len(self.layers)}, {self.num_samples}, {self.num_microbatches} and {self.link_bytes_per_s:g}"
+                f"{self.name}: at most {_MOST_LAYERS} layers and {_MOST_MICROBATCHES} micro-batches are taken, got "
+                f"{len(self.layers)} and {self.num_microbatches}"
             )
+        if not (_is_number(self.link_latency_s) and self.link_latency_s >= 0):
+            raise ValueError(f"{self.name}: link_latency_s must be at least 0, got {self.link_latency_s!r}")
+        for config, seconds in self.step_s.items():
+            if not (_is_number(seconds) and seconds > 0):
+                raise ValueError(f"{self.name}: a step of {config} takes more than 0 s, got {seconds!r}")
 
     # --- what runs ----------------------------------------------------------------------------------------------------
 
@@ -345,18 +375,100 @@ def profile_from_json(value: Mapping[str, Any]) -> ThroughputProfile | ModelProf
         ValueError: If the values are no profile; the message says what is missing or wrong.
     """
     if not isinstance(value, Mapping) or value.get("format") != _FORMAT:
-        found = value.get("format") if isinstance(value, Mapping) else type(value).__name__
-        raise ValueError(f"not a profile: the format should be {_FORMAT!r}, got {found!r}")
+        found = value.get("format") if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        is_trace = not isinstance(value, Mapping) or bool({"counts", "data", "N"} & set(value))
+        hint = "; this looks like a trace" if is_trace else ""
+        raise ValueError(f"not a profile: the format should be {_FORMAT!r}, got {_cut(found)}{hint}")
     try:
         if value["kind"] == "table":
-            rates = {ParallelConfig(int(d), int(p)): float(rate) for d, p, rate in value["samples_per_s"]}
+            rates = _table(value["samples_per_s"], "samples_per_s", "samples/s")
+            if not rates:
+                raise ValueError("not a profile: samples_per_s is empty, so nothing can run")
             return ThroughputProfile(str(value["name"]), rates)
-        fields = {key: item for key, item in value.items() if key not in ("format", "kind", "layers", "step_s")}
-        layers = tuple(LayerCost(**layer) for layer in value["layers"])
-        steps = {ParallelConfig(int(d), int(p)): float(time) for d, p, time in value["step_s"]}
-        return ModelProfile(layers=layers, step_s=steps, **fields)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a profile: {type(error).__name__}: {error}") from error
+        if value["kind"] != "model":
+            raise ValueError(f"not a profile: the kind should be 'table' or 'model', got {_cut(value['kind'])}")
+        fields = {key: item for key, item in value.items() if key not in (*_OTHER_KEYS, "layers", "step_s")}
+        unknown = sorted(set(fields) - set(ModelProfile.__dataclass_fields__))
+        if unknown or not isinstance(fields["name"], str) or not isinstance(fields.get("recompute", True), bool):
+            what = f"unknown keys {', '.join(unknown)}" if unknown else "name is a text, recompute true or false"
+            raise ValueError(f"not a profile: {what}")
+        if not isinstance(value["layers"], list):
+            raise ValueError(f"not a profile: layers should be a list, got {_cut(value['layers'])}")
+        layers = tuple(_layer(layer, index) for index, layer in enumerate(value["layers"][: _MOST_LAYERS + 1]))
+        return ModelProfile(layers=layers, step_s=_table(value.get("step_s", []), "step_s", "seconds"), **fields)
+    except KeyError as error:
+        raise ValueError(f"not a profile: {error} is missing") from error
+    except TypeError as error:
+        raise ValueError(f"not a profile: {error}") from error
+
+
+def _is_number(value: Any, *, finite: bool = True) -> bool:
+    is_real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return is_real and (math.isfinite(value) if finite else not math.isnan(value))
+
+
+def _cut(value: Any) -> str:
+    """Return a value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _layer(value: Any, index: int) -> LayerCost:
+    try:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"it should be an object, got {_cut(value)}")
+        unknown = sorted(set(value) - set(LayerCost.__dataclass_fields__))
+        if unknown:
+            raise TypeError(f"unknown keys {', '.join(unknown)}")
+        missing = [name for name in ("forward_s", "backward_s") if name not in value]
+        if missing:
+            raise TypeError(f"{' and '.join(missing)} missing")
+        return LayerCost(**value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a profile: layer {index}: {error}") from error
+
+
+def _table(rows: Any, name: str, unit: str) -> dict[ParallelConfig, float]:
+    """Read rows of ``[D, P, value]``."""
+    if not isinstance(rows, list):
+        raise ValueError(f"{name} should be a list of [pipelines, stages, {unit}], got {_cut(rows)}")
+    table: dict[ParallelConfig, float] = {}
+    for index, row in enumerate(rows):
+        where = f"{name}, row {index}"
+        if not (isinstance(row, list) and len(row) == 3):
+            raise ValueError(f"{where} should be [pipelines, stages, {unit}], got {_cut(row)}")
+        if not all(_is_number(value) and value >= 1 and float(value).is_integer() for value in row[:2]):
+            raise ValueError(f"{where}: pipelines and stages are whole numbers of at least 1, got {_cut(row)}")
+        if not (_is_number(row[2]) and row[2] > 0):
+            raise ValueError(f"{where}: {unit} must be above 0, got {_cut(row)}")
+        config = ParallelConfig(int(row[0]), int(row[1]))
+        if config.num_instances > _MOST_INSTANCES:
+            raise ValueError(f"{where}: at most {_MOST_INSTANCES} instances are taken, got {_cut(row)}")
+        if config in table:
+            raise ValueError(f"{where}: {config} was given before")
+        table[config] = float(row[2])
+    return table
+
+
+def load_json(path: str | Path) -> Any:
+    """Read a JSON file; a byte-order mark is allowed.
+
+    Raises:
+        ValueError: If it is a folder, no text or no JSON; the message does not name the file.
+        OSError: If it cannot be read.
+    """
+    if Path(path).is_dir():
+        raise ValueError("a folder, not a file")
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a text file ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON: line {error.lineno}, column {error.colno}: {error.msg} (a profile is JSON)"
+        ) from error
+    except RecursionError as error:
+        raise ValueError("not a profile: nested too deeply") from error
 
 
 def read_profile(path: str | Path, model: str | None = None) -> ThroughputProfile | ModelProfile:
@@ -370,12 +482,12 @@ def read_profile(path: str | Path, model: str | None = None) -> ThroughputProfil
         ValueError: If the file is no profile; the message names it.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = load_json(path)
         if isinstance(value, dict) and isinstance(value.get("models"), dict):
             names = list(value["models"])
             if model is None and len(names) != 1:
                 raise ValueError(f"say which model: {', '.join(names)}")
             return ThroughputProfile.from_reference(value, model if model is not None else names[0])
         return profile_from_json(value)
-    except ValueError as error:  # JSONDecodeError is one
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

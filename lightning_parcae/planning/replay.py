@@ -43,14 +43,17 @@ class MembershipStep:
 
 
 def membership_steps(trace: AvailabilityTrace, interval_s: float = 60.0) -> tuple[MembershipStep, ...]:
-    """Cut a trace into intervals; the first one begins with nobody there before."""
-    come, go = trace.allocations_and_preemptions(interval_s)
-    counts = trace.resample(interval_s)
-    before = [0, *counts[:-1].tolist()]
-    return tuple(
-        MembershipStep(count, joined, lost)
-        for count, joined, lost in zip(before, come.tolist(), go.tolist(), strict=True)
-    )
+    """Cut a trace into intervals; the first one begins with nobody there before.
+
+    An instance that comes and goes between two beginnings is never seen, as far as the counts tell.
+    """
+    _, go = trace.allocations_and_preemptions(interval_s)
+    counts = trace.resample(interval_s).tolist()
+    steps = []
+    for before, after, gone in zip([0, *counts[:-1]], counts, go.tolist(), strict=True):
+        lost = min(max(gone, before - after), before)
+        steps.append(MembershipStep(before, after - before + lost, lost))
+    return tuple(steps)
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,27 @@ def advance(
     """Go through one interval; return what runs then, samples, seconds paused and whether there was a migration."""
     old, new = space.index(running.config), space.index(config)
     pause = float(space.pauses_s(step.num_before, step.num_lost)[old, new])
+    left, paused = settle(running, config, pause, float(space.overlap_s[new]), interval_s=interval_s)
+    return left, float(space.rates[new]) * (interval_s - paused), paused, pause > 0
+
+
+def settle(
+    running: Running, config: ParallelConfig | None, pause_s: float, overlap_s: float, *, interval_s: float
+) -> tuple[Running, float]:
+    """Book the pause of a migration, or go on with the last one; return what runs then, and the seconds paused.
+
+    Args:
+        running: What ran before.
+        config: What runs from now on.
+        pause_s: The migration's pause, 0 if there is none.
+        overlap_s: What is paid on top if the last migration has not ended.
+        interval_s: Length of the interval.
+    """
     total = running.remaining_s
-    if pause > 0:
-        total = pause + (float(space.overlap_s[new]) if running.remaining_s > 0 else 0.0)
-    worked = max(interval_s - total, 0.0)
-    left = Running(config, max(total - interval_s, 0.0) if config is not None else 0.0)
-    return left, float(space.rates[new]) * worked, interval_s - worked, pause > 0
+    if pause_s > 0:
+        total = pause_s + (overlap_s if running.remaining_s > 0 else 0.0)
+    paused = min(total, interval_s)
+    return Running(config, total - paused if config is not None else 0.0), paused
 
 
 def best_possible(
@@ -176,11 +194,12 @@ def best_possible(
         rest = np.maximum(total - interval_s, 0.0)
         rest[:, 0] = 0.0
         level: list[tuple[int, float, float, int]] = []
-        for entry in np.flatnonzero(space.sizes <= step.num_instances).tolist():
-            level.extend(
-                (entry, float(gained[way, entry]), float(rest[way, entry]), way)
-                for way in _undominated(gained[:, entry], rest[:, entry])
-            )
+        fits = np.flatnonzero(space.sizes <= step.num_instances)
+        most = gained[:, fits].argmax(axis=0)
+        nothing_left = rest[most, fits] == 0.0  # then no other way can be better
+        for entry, way, is_best in zip(fits.tolist(), most.tolist(), nothing_left.tolist(), strict=True):
+            kept = [way] if is_best else _undominated(gained[:, entry], rest[:, entry])
+            level.extend((entry, float(gained[one, entry]), float(rest[one, entry]), one) for one in kept)
         levels.append(level)
     last = max(range(len(levels[-1])), key=lambda way: levels[-1][way][1])
     plan: list[ParallelConfig | None] = []

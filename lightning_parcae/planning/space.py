@@ -63,6 +63,7 @@ class ConfigSpace:
         self.rates: Floats = np.array([0.0, *(profile.samples_per_s(config) for config in chosen)])
         self.sizes: NDArray[np.int64] = np.array([0, *(config.num_instances for config in chosen)], dtype=np.int64)
         self.overlap_s: Floats = np.concatenate([[0.0], cost.overlap(chosen)]) if chosen else np.zeros(1)
+        self._initial_s = cost.initial(chosen) if chosen else np.zeros(0)
         # By speed, of equally fast ones the one with the smallest D: what a table without a future would say.
         self._fastest = np.array([self._fastest_within(count) for count in range(max_instances + 1)], dtype=np.int64)
 
@@ -88,7 +89,7 @@ class ConfigSpace:
         if key not in self._pauses:
             pauses = np.zeros((len(self), len(self)))
             if self._real:
-                pauses[0, 1:] = self._cost.initial(self._real)
+                pauses[0, 1:] = self._initial_s
                 present = max(num_instances, 0) if num_lost else int(self.sizes.max())
                 pauses[1:, 1:] = self._cost.matrix(self._real, present, num_lost)
             self._pauses[key] = pauses

@@ -2,6 +2,8 @@
 
 A profile file says how fast each configuration trains. For migrations the state of each layer is needed too: our own
 profiles of layers have it, the reference system's do, a bare table of throughputs may give it as ``layer_bytes``.
+
+What is no profile, or lets nothing run, is refused with a ``ValueError`` of one line that names the file.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 
 from lightning_parcae.availability.trace import AvailabilityTrace
 from lightning_parcae.planning.cost import MeasuredCost, ReferenceCost
-from lightning_parcae.planning.profile import ModelProfile, ThroughputProfile, profile_from_json
+from lightning_parcae.planning.parallel_config import ParallelConfig
+from lightning_parcae.planning.profile import ModelProfile, ThroughputProfile, load_json, profile_from_json
 
 _EXAMPLES = "lightning_parcae.simulation.examples"
 _REFERENCE_PROFILES = "parcae-profiles.json"
@@ -76,26 +79,29 @@ def read_workload(source: str | Path, *, model: str | None = None) -> Workload:
         model: Which model of a file of the reference system; may be left out if there is only one.
 
     Raises:
-        ValueError: If it is no profile; the message names the file, what was found and what is wanted.
+        ValueError: If it is no profile, or no configuration can run; the message names the file, what was found and
+            what is wanted.
         OSError: If it cannot be read.
     """
     if str(source) in PROFILES and not Path(source).is_file():
         text = resources.files(_EXAMPLES).joinpath(_REFERENCE_PROFILES).read_text(encoding="utf-8")
         return _from_reference(json.loads(text), str(source))
     path = Path(source)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"there is no profile {source}: give a file, or one of the examples {', '.join(PROFILES)}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
         if isinstance(value, dict) and isinstance(value.get("models"), dict):
             names = list(value["models"])
             if model is None and len(names) != 1:
-                raise ValueError(f"it holds several models, say which: {', '.join(names)}")
-            return _from_reference(value, model if model is not None else names[0])
-        return _from_own(value)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSONDecodeError is a ValueError
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}: {text}") from error
+                raise ValueError(f"it holds {len(names)} models, say which: {', '.join(names) or 'none'}")
+            workload = _from_reference(value, model if model is not None else names[0])
+        else:
+            workload = _from_own(value)
+        _check_feasible(workload.profile)
+        return workload
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_trace(source: str | Path, *, interval_s: float = 60.0) -> AvailabilityTrace:
@@ -108,37 +114,80 @@ def read_trace(source: str | Path, *, interval_s: float = 60.0) -> AvailabilityT
     if str(source) in TRACES and not Path(source).is_file():
         text = resources.files(_EXAMPLES).joinpath(TRACES[str(source)][0]).read_text(encoding="utf-8")
         return AvailabilityTrace.parse(text, source=str(source), interval_s=interval_s)
-    if not Path(source).is_file():
+    if not Path(source).exists():
         raise ValueError(f"there is no trace {source}: give a file, or one of the examples {', '.join(TRACES)}")
     return AvailabilityTrace.read(source, interval_s=interval_s)
+
+
+def _check_feasible(profile: ThroughputProfile | ModelProfile) -> None:
+    """Refuse a profile with which nothing can ever run."""
+    if isinstance(profile, ThroughputProfile):
+        return  # a table is not empty, and what it lists can run
+    if profile.min_stages > len(profile.layers):
+        raise ValueError(f"min_stages is {profile.min_stages}, but there are only {len(profile.layers)} layers")
+    # More pipelines leave fewer micro-batches in each, so the most pipelines need the least memory.
+    most = min(profile.max_pipelines or profile.num_microbatches, profile.num_microbatches)
+    grids = [ParallelConfig(most, stages) for stages in range(profile.min_stages, len(profile.layers) + 1)]
+    if not any(profile.fits(grid) for grid in grids):
+        least = min(profile.stage_memory_bytes(grid) for grid in grids)
+        raise ValueError(
+            f"no configuration fits: the fullest stage takes {least / 2**30:.3g} GiB at least, memory_bytes is "
+            f"{(profile.memory_bytes or 0) / 2**30:.3g} GiB"
+        )
 
 
 def _from_reference(data: Mapping[str, Any], model: str) -> Workload:
     profile = ThroughputProfile.from_reference(data, model)
     facts = data["models"][model]
-    cost = ReferenceCost.from_reference(data, model) if model in PROFILES else None
-    sizes = [float(count) for count in facts["layer_params"]]
-    states = 12.0 if cost is None else cost.states_per_param
+    try:
+        cost = ReferenceCost.from_reference(data, model) if model in PROFILES else None
+        sizes = [float(count) for count in facts["layer_params"]]
+        states = 12.0 if cost is None else cost.states_per_param
+        layer_bytes = _layer_bytes([states * count for count in sizes])
+        tokens = _whole(facts.get("seq_length"), "seq_length")
+        num_samples = _whole(facts["global_batch"], "global_batch")
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"model {model!r} of the reference system's profiles: {what}") from error
     most = max(config.num_stages for config in profile.rates)
     return Workload(
         name=model,
         profile=profile,
-        layer_bytes=tuple(int(states * count) for count in sizes),
+        layer_bytes=layer_bytes,
         cuts={} if cost is None else {stages: cost.boundaries(stages) for stages in range(1, most + 1)},
-        num_samples=int(facts["global_batch"]),
-        tokens_per_sample=int(facts["seq_length"]) if "seq_length" in facts else None,
+        num_samples=num_samples or 1,
+        tokens_per_sample=tokens,
         reference_cost=cost,
     )
 
 
 def _from_own(value: Any) -> Workload:
     profile = profile_from_json(value)
-    tokens = value.get("tokens_per_sample")
+    tokens = _whole(value.get("tokens_per_sample"), "tokens_per_sample")
     if isinstance(profile, ModelProfile):
         sizes = tuple(layer.state_bytes for layer in profile.layers)
         cuts = {stages: profile.boundaries(stages) for stages in range(1, len(sizes) + 1)}
         return Workload(profile.name, profile, sizes, cuts, profile.num_samples, tokens)
-    sizes = tuple(int(size) for size in value.get("layer_bytes", (0,)))
-    if not sizes or min(sizes) < 0:
-        raise ValueError(f"layer_bytes should list the state of each layer in bytes, got {list(sizes)}")
-    return Workload(profile.name, profile, sizes, {}, int(value.get("num_samples", 1)), tokens)
+    layer_bytes = _layer_bytes(value.get("layer_bytes", [0]))
+    num_samples = _whole(value.get("num_samples"), "num_samples") or 1
+    return Workload(profile.name, profile, layer_bytes, {}, num_samples, tokens)
+
+
+def _layer_bytes(sizes: Any) -> tuple[int, ...]:
+    if not (isinstance(sizes, list) and sizes and all(_is_size(size) for size in sizes)):
+        shown = repr(sizes)[:60]
+        raise ValueError(f"layer_bytes should list the state of each layer in bytes, 0 or more, got {shown}")
+    return tuple(int(size) for size in sizes)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e18
+
+
+def _whole(value: Any, name: str) -> int | None:
+    """Return a whole number of at least 1, or None if there is none."""
+    if value is None:
+        return None
+    if not (_is_size(value) and value >= 1 and value == int(value)):
+        raise ValueError(f"{name} should be a whole number of at least 1, got {value!r:.60}")
+    return int(value)

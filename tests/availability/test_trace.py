@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_parcae.availability import trace_formats
 from lightning_parcae.availability.trace import AvailabilityTrace
 
 DATA = Path("/work/shared/data")
@@ -34,7 +35,33 @@ SAME_TRACE = {
     "one count per line": "2\n2\n3\n1\n",
     "one count per line under a header": "count\n2\n2\n3\n1\n",
     "one count per line with a gap": "2\nnan\n3\n1\n",
+    "trailing commas": "0,2,\n120000,3,\n180000,1,\n",
+    "trailing commas under a header": "time_s,count,\n0,2,\n120,3,\n180,1,\n",
+    "columns of spaces": "0    2\n120000 3\n180000 1\n",
+    "tabs": "0\t2\n120000\t3\n180000\t1\n",
+    "semicolons under a header": "time_s;count\n0;2\n120;3\n180;1\n",
+    "quotes": '"time_s","count"\n"0","2"\n"120","3"\n"180","1"\n',
+    "whole numbers with a point": "0,2.0\n120000,3.0\n180000,1.0\n",
+    "header without a unit, in seconds": "time,count\n0,2\n60,2\n120,3\n180,1\n",
+    "header without a unit, in milliseconds": "time,count\n0,2\n120000,3\n180000,1\n",
+    "each second, without a header": "".join(f"{t},{2 if t < 120 else 3 if t < 180 else 1}\n" for t in range(181)),
+    "unix seconds": "1700000000,2\n1700000120,3\n1700000180,1\n",
+    "unix milliseconds": "1700000000000,2\n1700000120000,3\n1700000180000,1\n",
+    "unix microseconds": "1700000000000000,2\n1700000120000000,3\n1700000180000000,1\n",
+    "unix nanoseconds": "1700000000000000000,2\n1700000120000000000,3\n1700000180000000000,1\n",
+    "header with unix seconds and no unit": "timestamp,instances\n1700000000,2\n1700000120,3\n1700000180,1\n",
+    "header in nanoseconds": "time_ns,count\n0,2\n120000000000,3\n180000000000,1\n",
+    "header with an ISO stamp": "datetime,num_instances\n2021-12-10T13:00:00+01:00,2\n2021-12-10T13:02:00+01:00,3\n"
+    "2021-12-10T13:03:00+01:00,1\n",
+    "more columns than needed": "timestamp,zone,count\n2021-12-10 13:00,a,2\n2021-12-10 13:02,a,3\n"
+    "2021-12-10 13:03,a,1\n",
     "JSON counts": "[2, 2, 3, 1]",
+    "JSON records in lines": '{"timestamp": "2021-12-10T13:00:00Z", "available": 2}\n'
+    '{"timestamp": "2021-12-10T13:02:00Z", "available": 3}\n{"timestamp": "2021-12-10T13:03:00Z", "available": 1}\n',
+    "JSON object with times": '{"times_s": [0, 120, 180], "counts": [2, 3, 1]}',
+    "JSON object with time stamps": '{"timestamps": ["2021-12-10 13:00", "2021-12-10 13:02", "2021-12-10 13:03"],'
+    '"counts": [2, 3, 1]}',
+    "JSON object with an interval in words": '{"interval": "1 min", "counts": [2, 2, 3, 1]}',
     "JSON counts with a gap": "[2, null, 3, 1]",
     "JSON pairs": "[[0, 2], [120000, 3], [180000, 1]]",
     "JSON records": '[{"time_s": 0, "count": 2}, {"time_s": 120, "count": 3}, {"time_s": 180, "count": 1}]',
@@ -176,6 +203,24 @@ def test_a_trace_that_begins_late_begins_with_nobody() -> None:
         ("count,time_s\n3\n", "f:2: the time is missing"),
         ("time_s,event,node\n0,explode,a\n", "f:2: 'explode' is no event"),
         ("nan\nnan\n", "f: every count is missing"),
+        ("0,1000000000\n", "f:1: 1000000000 instances are more than the 100000 that are taken; is it a time"),
+        ("0,1e300\n", "f:1: 1e300 instances are more"),
+        ("0,inf\n", "f:1: a count of instances must be a whole number of at least 0, got inf"),
+        ("[1, Infinity]", "f: item 1: a count of instances must be a whole number of at least 0, got inf"),
+        ("nan,3\n", "f:1: a time must be finite, got nan"),
+        ("0,3\n60000000000,4\n", "f: the trace would last 694 days, at most 400 are taken; name the unit in a header"),
+        ("time_s,count\n0,3\n9e8,4\n", "f: the trace would last 1.04e.04 days, at most 400 are taken$"),
+        ("2021-12-10 13:00,5\n60000,4\n", "f:2: times of another kind than in the rows before"),
+        ("10/12/2021 13:00,5\n", "f:1: '10/12/2021 13:00' is no time; expected milliseconds or YYYY"),
+        ("when,how many\n0,5\n", "f:1: 'when' is no time; .* header: time_s,count"),
+        ("1" * 5000, r"f:1: a count of instances .* got 1{57}\.\.\.$"),
+        ("[" * 100_000, "f:1: not JSON: nested too deeply"),
+        ('{"metadata": {"gap_seconds": 300}, "data": [1, 2', "f:1: not JSON"),
+        ('{"counts": [1], "interval": "soon"}', "f: interval: 'soon' is no interval"),
+        ('{"counts": [1, 2], "times_s": [0]}', "f: 1 values under 'times_s' for 2 counts"),
+        ('{"models": {}}', "keys models; .* this looks like a profile of a model"),
+        ('{"format": "lightning_parcae/profile/1"}', "keys format; .* this looks like a profile of a model"),
+        ("[true]", "f: item 0: 'True' is no count"),
         ("a b c\n", "f:1: 'a b' is no time"),
         ("1,2,3,4\n", "f:1: '1, 2, 3, 4' is neither"),
         ('[0, "add", {"nodes": ["a"]}]\n[60000, "add", \n', "f:2: not JSON"),
@@ -203,6 +248,63 @@ def test_read_errors_carry_the_path(tmp_path: Path) -> None:
         AvailabilityTrace.read(path)
     with pytest.raises(FileNotFoundError):
         AvailabilityTrace.read(tmp_path / "none.csv")
+
+
+def test_read_refuses_folders(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a folder, not a trace file"):
+        AvailabilityTrace.read(tmp_path)
+
+
+def test_skypilots_spot_traces_hold_available_instances() -> None:
+    trace = AvailabilityTrace.parse('{"metadata": {"gap_seconds": 300}, "data": [0, 5, 16, 16, 0]}')
+    assert trace.resample(300.0).tolist() == [0, 5, 16, 16, 0]
+    assert trace.end_s == 1500.0
+
+
+LONG = np.random.default_rng(0).integers(0, 50, size=3_000).tolist()
+LONG_TEXTS: dict[str, str] = {
+    "counts": "\n".join(map(str, LONG)),
+    "counts under a header": "count\n" + "\n".join(map(str, LONG)),
+    "time and count": "\n".join(f"{60_000 * at},{count}" for at, count in enumerate(LONG)),
+    "out of order": "\n".join(f"{60_000 * at},{count}" for at, count in reversed(list(enumerate(LONG)))),
+    "header": "count;time_s\n\n" + "\n".join(f"{count};{60 * at}" for at, count in enumerate(LONG)),
+    "spaces": "\n".join(f"{60_000 * at}   {count}" for at, count in enumerate(LONG)),
+    "unix seconds": "\n".join(f"{1_700_000_000 + 60 * at},{count}" for at, count in enumerate(LONG)),
+    "gaps": "\n".join(f"{60_000 * at},{count if count else 'nan'}" for at, count in enumerate(LONG)),
+    "JSON": json.dumps([count if count else None for count in LONG] * 2),
+    "JSON object": json.dumps({"interval_s": 60, "data": LONG * 2}),
+}
+
+
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_long_files_are_read_at_once_and_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = AvailabilityTrace.parse(LONG_TEXTS[name], source="f")
+    monkeypatch.setattr(trace_formats, "_BULK_CHARS", 1_000)
+    monkeypatch.setattr(trace_formats, "_ordered", pytest.fail)
+    assert AvailabilityTrace.parse(LONG_TEXTS[name], source="f") == slow
+    assert len(slow.counts) > 2_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time_s,count\n# note\n" + "0,5\n" * 60_000 + "\n9,-4\n", "f:60004: a count of instances must .* got -4"),
+        ("0,5\n" * 60_000 + "nan,4\n", "f:60001: a time must be finite"),
+        ("5\n" * 150_000 + "2000000\n", "f:150001: 2000000 instances are more than"),
+        ("0,5\n" * 60_000 + "-1,4\n", "f:60001: a time cannot be negative"),
+        (json.dumps([5] * 100_000 + [-1]), "f: item 100000: a count of instances must be"),
+    ],
+)
+def test_faults_in_long_files(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AvailabilityTrace.parse(text, source="f")
+
+
+def test_dates_are_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_formats, "_MOST_ROWS", 100)
+    assert AvailabilityTrace.parse("2021-12-10 13:00,5\n" * 100).capacity == 5
+    with pytest.raises(ValueError, match="f: more than 100 rows; so many are taken only if each is a plain count"):
+        AvailabilityTrace.parse("2021-12-10 13:00,5\n" * 101, source="f")
 
 
 @pytest.mark.parametrize("counts", [[], [3, -1]])

@@ -77,7 +77,7 @@ class _Switch(Callback):
         assert planner is not None
         if self._planner is None:
             self._planner = planner
-            planner._link = _ManyInstances(planner._link, self._factor)
+            planner._control = _ManyInstances(planner._control, self._factor)
         if found := planner.metrics.get("parcae/plan_s"):
             self._plan_s.append(found)
         if within == 0 and turn % 2 == 0:

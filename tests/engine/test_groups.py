@@ -114,6 +114,11 @@ class Worker:
         self.group("world").recv(tensor, peer, tag)
         return tensor.mean().item()
 
+    def probe(self) -> tuple[float, float] | None:
+        assert self.groups is not None
+        link = self.groups.probe_link()
+        return None if link is None else (link.latency_s, link.bytes_per_s)
+
     def befriend(self, port: int) -> None:
         self.friends.append(socket.create_connection(("127.0.0.1", port)))
 
@@ -269,8 +274,26 @@ def test_they_talk(members: Members) -> None:
     members.together(four, "close", lambda m: ())
 
 
+def test_neighbours_measure_their_link(members: Members) -> None:
+    four = members.form(members.alive[:4])
+    found: list[list[tuple[float, float] | None]] = [[], [], [], []]
+    while not (found[0] and found[2] and any(found[0]) and any(found[2])):  # a busy host gives no answer
+        for of_one, link in zip(found, members.together(four, "probe", lambda m: ()), strict=True):
+            of_one.append(link)
+    assert not any(found[1]) and not any(found[3])
+    for latency_s, bytes_per_s in filter(None, found[0] + found[2]):
+        assert 0 < latency_s < 1.0 and 1e4 < bytes_per_s < 1e11
+    assert members.together(four, "gather", lambda m: (b"x",)) == [[b"x"] * 4] * 4  # nothing is left on the way
+    members.together(four, "close", lambda m: ())
+    three = members.form(members.alive[:3])
+    assert members.together(three, "probe", lambda m: ())[1:] == [None, None]
+    members.together(three, "close", lambda m: ())
+
+
 @linux_only
-@pytest.mark.parametrize(("command", "arguments"), [("recv", (1, 0)), ("gather", (b"x",)), ("reduce", None)])
+@pytest.mark.parametrize(
+    ("command", "arguments"), [("recv", (1, 0)), ("gather", (b"x",)), ("reduce", None), ("probe", ())]
+)
 def test_abort_releases_what_waits_for_a_stopped_peer(
     members: Members, command: str, arguments: tuple[Any, ...] | None
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parcae.engine.measure import measure_layers
+from lightning_parcae.engine.measure import measure_layers, resident_bytes
 from lightning_parcae.planning.profile import ModelProfile, profile_from_json
 
 
@@ -103,3 +103,41 @@ def test_makes_a_profile_that_survives_json() -> None:
     costs = measure_layers(list(make_layers()), torch.randn(8, 16))
     profile = ModelProfile("toy", tuple(costs), num_samples=64, num_microbatches=8)
     assert profile_from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4), nn.Sigmoid()],
+        [nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.LayerNorm(64)],
+        [nn.Linear(16, 64), nn.Softmax(-1), nn.Tanh(), nn.Flatten(), nn.Identity(), nn.GELU()],
+    ],
+)
+def test_activations_add_up_to_what_autograd_keeps_of_the_whole(layers: list[nn.Module]) -> None:
+    net, sample = nn.Sequential(*layers), torch.randn(32, 16)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*net.parameters(), *net.buffers())}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(sample)
+    assert sum(cost.activation_bytes for cost in measure_layers(layers, sample)) == sum(kept.values())
+
+
+@pytest.mark.parametrize(("kind", "num_states"), [(torch.optim.SGD, 0), (torch.optim.AdamW, 2)])
+def test_resident_bytes_are_those_of_the_optimizer_that_runs(kind: Any, num_states: int) -> None:
+    layer = nn.BatchNorm1d(64)
+    optimizer = kind(layer.parameters(), lr=0.1)
+    layer(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    steps = 2 * 4 if num_states else 0  # a number for each parameter
+    buffers = 2 * 64 * 4 + 8
+    assert resident_bytes(layer, [optimizer]) == (1 + num_states) * 2 * 64 * 4 + steps + buffers
+    assert not set(layer.parameters()) - set(optimizer.state) or num_states == 0

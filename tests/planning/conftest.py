@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from lightning_parcae.planning.cost import ReferenceCost
 from lightning_parcae.planning.profile import ThroughputProfile
 from lightning_parcae.planning.space import ConfigSpace
-
-PROFILES = Path("/work/shared/data/parcae/profiles.json")
+from lightning_parcae.simulation.workload import read_workload
 
 ReferenceModel = tuple[ThroughputProfile, ReferenceCost, ConfigSpace]
 
@@ -24,9 +21,10 @@ def reference_model() -> Callable[[str], ReferenceModel]:
 
     def make(model: str) -> ReferenceModel:
         if model not in made:
-            data = json.loads(PROFILES.read_text())
-            profile = ThroughputProfile.from_reference(data, model)
-            cost = ReferenceCost.from_reference(data, model)
+            workload = read_workload(model)
+            profile, cost = workload.profile, workload.reference_cost
+            assert isinstance(profile, ThroughputProfile)
+            assert cost is not None
             made[model] = profile, cost, ConfigSpace(profile, cost, max_instances=32)
         return made[model]
 

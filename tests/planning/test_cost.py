@@ -6,16 +6,20 @@ import itertools
 import json
 import math
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lightning_parcae.planning.cost import MeasuredCost, ReferenceCost, expected_pause_s, victims_in_grids
+from lightning_parcae.planning.cost import (
+    MeasuredCost,
+    ReferenceCost,
+    expected_pause_s,
+    victims_in_grids,
+    worst_losses,
+)
+from lightning_parcae.planning.liveput import fewest_replicas
 from lightning_parcae.planning.parallel_config import ParallelConfig
-
-PROFILES = Path("/work/shared/data/parcae/profiles.json")
-needs_data = pytest.mark.skipif(not PROFILES.is_file(), reason="the shared data folder is not here")
+from lightning_parcae.simulation.workload import read_workload
 
 LINK = ((0.0, 0.5), (100.0, 1.0), (1000.0, 12.0))
 
@@ -191,7 +195,6 @@ def test_victims_in_grids_are_hypergeometric(present: int, num_lost: int) -> Non
         victims_in_grids(present, sizes, present + 1)
 
 
-@needs_data
 @pytest.mark.parametrize(
     ("model", "config", "intra", "addition"),
     [
@@ -206,7 +209,8 @@ def test_victims_in_grids_are_hypergeometric(present: int, num_lost: int) -> Non
 def test_reference_totals_are_those_of_the_facts(
     model: str, config: tuple[int, int], intra: float, addition: float
 ) -> None:
-    cost = ReferenceCost.from_reference(json.loads(PROFILES.read_text()), model)
+    cost = read_workload(model).reference_cost
+    assert cost is not None
     grid = ParallelConfig(*config)
     assert cost.intra_stage_s(grid) == pytest.approx(intra, abs=0.06)
     # An addition: the grid grows by one pipeline, or stays and is joined anew, plus the slowest stage.
@@ -214,4 +218,25 @@ def test_reference_totals_are_those_of_the_facts(
     slowest = max(cost.transfer_s(12 * sum(cost.layer_params[low:high])) for low, high in itertools.pairwise(edges))
     assert cost.restart_s(grid, grows=True) + slowest == pytest.approx(addition, abs=0.06)
     with pytest.raises(ValueError, match="no model 'x'"):
-        ReferenceCost.from_reference(json.loads(PROFILES.read_text()), "x")
+        ReferenceCost.from_reference({"models": {}}, "x")
+
+
+def test_a_restart_from_a_checkpoint_loads_every_stage_and_the_first_one_none() -> None:
+    cost, config = reference(), ParallelConfig(2, 3)
+    edges = cost.boundaries(3)
+    stages = sum(cost.transfer_s(12 * sum(cost.layer_params[low:high])) for low, high in itertools.pairwise(edges))
+    restart_s = cost.restart_s(config, grows=True)
+    assert cost.reload_s(config, grows=True, is_first=True) == pytest.approx(restart_s + stages)
+    assert cost.reload_s(config, grows=True, is_first=False) == pytest.approx(restart_s + stages + 14.0)
+
+
+@pytest.mark.parametrize("victims", [0, 1, 3, 8, 9, 12, 40])
+def test_worst_losses_are_those_of_the_fewest_replicas(victims: int) -> None:
+    configs = tuple(ParallelConfig(d, p) for d, p in ((1, 1), (1, 7), (5, 1), (2, 3), (7, 4), (60, 16)))
+    got = worst_losses(configs, victims)
+    for row, config in enumerate(configs):
+        lost = min(victims, config.num_instances)
+        left = fewest_replicas([config.num_pipelines] * config.num_stages, 0, lost)
+        expected = np.zeros(got.shape[1])
+        expected[: len(left)] = left[::-1][: got.shape[1]]
+        assert got[row] == pytest.approx(expected, abs=1e-12), config

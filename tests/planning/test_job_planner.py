@@ -19,7 +19,7 @@ from lightning_parcae.planning.job_planner import (
     measured_cost,
     situation_of,
 )
-from lightning_parcae.planning.job_profile import Limits, StepTime
+from lightning_parcae.planning.job_profile import Limits, LinkSpeed, StepTime
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import most_instances_table
 from lightning_parcae.planning.profile import LayerCost, ModelProfile, ThroughputProfile
@@ -220,3 +220,52 @@ def test_costs_are_those_of_the_jobs_own_reconfigurations() -> None:
     assert learned.bytes_per_s == pytest.approx(1e7)
     warned = measured_cost(default, history([4], num_announced=9, num_unannounced=1), step_s=0.5, redo_s=7.0)
     assert warned.is_announced
+
+
+def test_a_slow_link_makes_for_fewer_hops() -> None:
+    layers = (LayerCost(0.01, 0.02, parameter_bytes=100, output_bytes=1 << 20),) * 6
+    base = ModelProfile("toy", layers, num_samples=10, num_microbatches=2)
+
+    def best(link: LinkSpeed | None) -> ParallelConfig | None:
+        planner = make_planner(policy="reactive")
+        planner.model = replace(planner.model, profile=base, limits=Limits(num_layers=6, max_pipelines=2))
+        planner._profile = planner._profile_of({})
+        if link is not None:
+            planner.take_link(link)
+        decision = planner.decide(history([2, 2], (1, 1)), measured((1, 1)))
+        assert decision is not None
+        return decision.config
+
+    slow_hops = (LayerCost(0.01, 0.02, parameter_bytes=100 << 20, output_bytes=1),) * 6
+    assert best(LinkSpeed(1e-4, 1e9)) == ParallelConfig(2, 1)  # one micro-batch each
+    base = replace(base, layers=slow_hops)
+    assert best(LinkSpeed(1e-4, 1e9)) == ParallelConfig(1, 2)  # gradients are heavier than activations
+    assert best(LinkSpeed(1e-4, 1e12)) == ParallelConfig(2, 1)
+
+
+def test_state_that_has_moved_says_more_than_a_probe_and_noise_nothing() -> None:
+    base = ModelProfile("toy", (LayerCost(0.01, 0.02),) * 6, num_samples=10, num_microbatches=2)
+    planner = make_planner()
+    planner.model = replace(planner.model, profile=base)
+    planner.take_link(LinkSpeed(1e-3, 5e8))
+    planner.decide(history([4, 4, 4]), measured((2, 2)))
+    assert planner.profile.to_json()["link_bytes_per_s"] == 5e8
+    assert planner._cost is not None and planner._cost.bytes_per_s == 5e8
+    before = planner._optimizer
+    planner.take_link(LinkSpeed(1.1e-3, 5.5e8))
+    assert planner._optimizer is before is not None
+    moved = tuple(PastReconfiguration("pipeline", False, 10.0, 1 << 30, 1) for _ in range(3))
+    planner.decide(history([4, 4, 4], reconfigurations=moved), measured((2, 2)))
+    found = planner.profile.to_json()
+    assert found["link_bytes_per_s"] == pytest.approx((1 << 30) / 9.75, rel=0.01) and found["link_latency_s"] == 1e-3
+
+
+def test_the_error_of_one_interval_ahead_is_averaged() -> None:
+    planner = make_planner(forecaster="last_value")
+    errors = []
+    for counts in ([4, 4], [4, 4, 4], [4, 4, 4], [4, 4, 4, 2], [4, 4, 4, 2, 2, 2], [4, 4, 4, 2, 2, 2, 3]):
+        decision = planner.decide(history(counts), measured((2, 2)))
+        assert decision is not None
+        errors.append(decision.forecast_mae)
+    # asked twice in one interval it counts once, and what skips an interval is no forecast of one
+    assert errors == [None, 0.0, 0.0, 1.0, 1.0, 1.0]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lightning_parcae.planning.job_profile import JobProfile, Limits, StepTime
+from lightning_parcae.errors import PlanError
+from lightning_parcae.planning.job_profile import JobProfile, Limits, LinkSpeed, StepTime
 from lightning_parcae.planning.parallel_config import ParallelConfig
+from lightning_parcae.planning.policy import most_instances_table
 from lightning_parcae.planning.profile import LayerCost, ModelProfile, ThroughputProfile, profile_from_json
 
 FOUR = Limits(num_layers=4, max_pipelines=8)
@@ -80,3 +84,51 @@ def test_is_written_with_whole_steps() -> None:
     again = profile_from_json(written)
     assert isinstance(again, ModelProfile) and again.step_s == {ran: pytest.approx(0.3)}
     assert JobProfile(again, FOUR).samples_per_s(ran) == pytest.approx(80 / 0.3)
+
+
+def heavy(memory_bytes: float | None) -> ModelProfile:
+    """Four layers of 300 bytes of state, 100 of gradients and 10 for each micro-batch that is under way."""
+    layer = LayerCost(0.001, 0.002, parameter_bytes=100, state_bytes=300, activation_bytes=10)
+    return ModelProfile("toy", (layer,) * 4, 80, num_microbatches=8, recompute=False, memory_bytes=memory_bytes)
+
+
+def test_where_all_fits_the_table_is_the_usual_one() -> None:
+    for limits in (FOUR, Limits(4, 8, num_pipelines=2, min_stages=2), Limits(4, 2, max_stages=3)):
+        usual = most_instances_table(
+            num_layers=4,
+            max_instances=20,
+            max_pipelines=limits.max_pipelines,
+            num_pipelines=limits.num_pipelines,
+            min_stages=limits.min_stages,
+            max_stages=limits.max_stages,
+        )
+        assert JobProfile(heavy(1e6), limits).most_instances_table(20) == usual
+
+
+def test_the_table_holds_only_what_fits_into_memory() -> None:
+    # two layers take 800 bytes and 20 for each of 8 / D micro-batches: in one pipeline they do not fit into a stage
+    profile = JobProfile(heavy(900.0), FOUR, cuts={2: (0, 2, 4)})
+    table = [str(config) for config in profile.most_instances_table(6)]
+    assert table == ["None", "None", "None", "None", "2x2", "2x2", "3x2"]
+    assert profile.samples_per_s(ParallelConfig(1, 2)) == 0.0 < profile.samples_per_s(ParallelConfig(2, 2))
+    # the job cuts by other costs than the profile would, and its fullest stage is what counts
+    uneven = JobProfile(heavy(900.0), FOUR, cuts={2: (0, 1, 4)})
+    assert ParallelConfig(2, 2) not in uneven.most_instances_table(6)
+
+
+def test_nothing_that_fits_is_said_with_the_numbers() -> None:
+    gib = float(1 << 30)
+    layers = tuple(replace(layer, state_bytes=int(3 * gib)) for layer in heavy(None).layers)
+    profile = JobProfile(replace(heavy(2 * gib), layers=layers), FOUR)
+    wanted = r"memory of an instance \(2\.00 GiB\): the least that one needs is 3\.00 GiB, as 8x4.*device_memory"
+    with pytest.raises(PlanError, match=wanted):
+        profile.most_instances_table(40)
+
+
+def test_a_typical_link_is_the_middle_one() -> None:
+    links = [LinkSpeed(0.3, 10.0), LinkSpeed(0.1, 30.0), LinkSpeed(0.2, 20.0)]
+    assert LinkSpeed.typical(links) == LinkSpeed(0.2, 20.0)
+    assert LinkSpeed.typical([]) is None
+    assert LinkSpeed(1.1, 9.0).is_close(LinkSpeed(1.0, 10.0), 0.2)
+    assert not LinkSpeed(1.0, 5.0).is_close(LinkSpeed(1.0, 10.0), 0.2)
+    assert not LinkSpeed(2.0, 10.0).is_close(LinkSpeed(1.0, 10.0), 0.2)

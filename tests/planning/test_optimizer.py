@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_parcae.availability.forecast import EventLaw, EventRates, outcome
-from lightning_parcae.availability.trace import AvailabilityTrace
 from lightning_parcae.planning.cost import MeasuredCost, expected_pause_s
 from lightning_parcae.planning.optimizer import LiveputOptimizer, Plan, Situation, reactive_plan
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.profile import LayerCost, ModelProfile, ThroughputProfile
 from lightning_parcae.planning.replay import Running, advance, best_possible, membership_steps, replay
-
-DATA = Path("/work/shared/data/parcae")
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the shared data folder is not here")
+from lightning_parcae.simulation.workload import read_trace
 
 RATES = {(1, 1): 2.0, (2, 1): 3.5, (1, 2): 4.0, (1, 3): 5.0, (2, 2): 6.0, (1, 5): 6.2, (2, 3): 8.0}
 PROFILE = ThroughputProfile("toy", {ParallelConfig(*config): rate for config, rate in RATES.items()})
@@ -225,11 +221,10 @@ def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
         LiveputOptimizer(PROFILE, costly(), capacity=3).plan(Situation(-1), ())
 
 
-@needs_data
 def test_knowing_only_the_past_it_beats_reacting_on_the_papers_trace(reference_model: Callable[[str], Any]) -> None:
-    """The first four hours; the whole trace is in tests/benchmarks/planner_policies.py."""
+    """The first four hours; the whole trace is in tests/benchmarks/what_if.py."""
     profile, cost, space = reference_model("gpt-6.7b")
-    steps = membership_steps(AvailabilityTrace.read(DATA / "p3_counts.csv"))[:240]
+    steps = membership_steps(read_trace("aws-p3"))[:240]
     optimizer = LiveputOptimizer(profile, cost, capacity=32)
     running, history, plan = Running(), [], []
     for step in steps:

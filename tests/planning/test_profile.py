@@ -133,13 +133,19 @@ def test_best_config_prefers_few_pipelines_on_ties() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "p.json: Expecting"),
+        ("{", "p.json: not JSON: line 1, column 2: Expecting"),
+        ("", "p.json: not JSON: line 1, column 1: Expecting value"),
+        ("[" * 100_000, "nested too deeply"),
+        ("0,18\n60000,17\n", "p.json: not JSON: line 1, column 2"),
         ("[]", "not a profile: the format should be"),
-        ('{"format": "lightning_parcae/profile/1"}', "not a profile: KeyError: 'kind'"),
-        ('{"format": "lightning_parcae/profile/1", "kind": "model", "layers": [{}], "step_s": []}', "TypeError"),
+        ('{"format": "lightning_parcae/profile/1"}', "not a profile: 'kind' is missing"),
+        (
+            '{"format": "lightning_parcae/profile/1", "kind": "model", "layers": [{}], "name": ""}',
+            "layer 0: forward_s and",
+        ),
         (
             '{"format": "lightning_parcae/profile/1", "kind": "table", "name": "x", "samples_per_s": [[1, 2, -3]]}',
-            "1x2 must be above 0 samples/s",
+            r"samples_per_s, row 0: samples/s must be above 0, got .1, 2, -3.$",
         ),
         ('{"models": {}}', "say which model"),
     ],
@@ -158,6 +164,26 @@ def test_nonsense_is_refused() -> None:
         LayerCost(forward_s=-1.0, backward_s=0.0)
     with pytest.raises(ValueError, match="needed are layers"):
         ModelProfile("none", (), 1, 1)
+    for name, value in (
+        ("num_samples", 0),
+        ("num_microbatches", 2.5),
+        ("min_stages", 0),
+        ("max_pipelines", 0),
+        ("memory_bytes", -1.0),
+        ("link_bytes_per_s", float("nan")),
+        ("link_latency_s", float("inf")),
+    ):
+        with pytest.raises(ValueError, match=f"toy: {name} must be"):
+            layered([1.0], **{name: value})
+    with pytest.raises(ValueError, match="a step of 1x1 takes more than 0 s, got nan"):
+        layered([1.0], step_s={ParallelConfig(1, 1): float("nan")})
+    with pytest.raises(ValueError, match="at most 1000 layers"):
+        layered([1.0] * 1001)
+
+
+def test_folders_are_no_profiles(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a folder, not a file"):
+        read_profile(tmp_path)
 
 
 @needs_data

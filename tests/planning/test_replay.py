@@ -18,8 +18,7 @@ from lightning_parcae.planning.profile import ThroughputProfile
 from lightning_parcae.planning.replay import MembershipStep, Running, advance, best_possible, membership_steps, replay
 from lightning_parcae.planning.space import ConfigSpace
 
-DATA = Path("/work/shared/data/parcae")
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the shared data folder is not here")
+PLANS = Path(__file__).parent.parent / "data" / "parcae_plans"
 
 PROFILE = ThroughputProfile(
     "toy",
@@ -45,6 +44,15 @@ def test_steps_of_a_trace_chain() -> None:
         MembershipStep(3, 0, 2),
         MembershipStep(1, 3, 0),
     )
+
+
+def test_instances_that_come_and_go_between_two_intervals_are_never_seen() -> None:
+    text = "0,add,a\n61000,add,b\n62000,add,c\n63000,remove,b\n64000,remove,a\n120000,remove,c\n180000,add,d\n"
+    steps = membership_steps(AvailabilityTrace.parse(text))
+    assert steps[:3] == (MembershipStep(0, 1, 0), MembershipStep(1, 0, 0), MembershipStep(1, 0, 1))
+    assert steps[3] == MembershipStep(0, 1, 0)
+    burst = AvailabilityTrace.parse("0,add,a\n1000,add,b\n2000,remove,b\n2000,remove,a\n60000,add,c\n")
+    assert all(step.num_lost <= step.num_before for step in membership_steps(burst))
 
 
 def test_a_pause_longer_than_the_interval_goes_on_in_the_next_one() -> None:
@@ -89,7 +97,6 @@ def test_best_possible_equals_brute_force(seed: int) -> None:
     assert replay(plan, steps, space).samples.sum() == pytest.approx(best)
 
 
-@needs_data
 @pytest.mark.parametrize(
     ("name", "scores", "segments", "optimum", "bound"),
     [
@@ -118,7 +125,7 @@ def test_reference_scores_are_reproduced(
     bound: float,
 ) -> None:
     _, _, space = reference_model(name.partition("_")[0])
-    path = DATA / "reference_plans" / f"{name}.json"
+    path = PLANS / f"{name}.json"
     steps = membership_steps(AvailabilityTrace.read(path))
     plans = json.loads(path.read_text())
 
