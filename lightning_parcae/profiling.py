@@ -37,11 +37,13 @@ from lightning_parcae.planning.script_report import REPORT_VARIABLE, STEPS_VARIA
 
 log = logging.getLogger(__name__)
 
-
 _USABLE_SHARE = 0.9
 """Of a device's memory; the rest is for the CUDA context, kernels' work space and fragments."""
 
 _GIB = 1 << 30
+
+# Scored forecasts that a planner with ARIMA models remembers; a new rank 0 asks for as many again.
+_ARIMA_SCORES = 60
 
 
 def memory_of(devices: Sequence[torch.device], device_memory_gib: float | None) -> float | None:
@@ -164,7 +166,7 @@ def build_planner(
         # Not with "auto": a process more, and up to seconds of a core, for what is no better on any trace we know.
         process = ForecastProcess()
         candidates = (process.arima((1, 1, 0)), process.arima(None))
-        settings = replace(settings, max_scores=settings.min_scores)  # replayed at each change of rank 0
+        settings = replace(settings, max_scores=_ARIMA_SCORES)  # replayed at each change of rank 0
     return Planner(
         link,
         JobPlanner(model, settings, candidates=candidates),

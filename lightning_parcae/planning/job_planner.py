@@ -47,6 +47,10 @@ _LARGE_BYTES = 1 << 20
 _ANNOUNCED_SHARE = 0.9
 _FEW_LOSSES = 3
 _LONGEST_REDO_S = 3600.0
+# In a large job more joiners that warm up, or more notices, than this are looked at as so many: a plan is made again
+# when they come, and one that looks at all numbers of instances on the way took minutes (388 joiners to 612 instances).
+_MOST_KNOWN = 24
+_LARGE_CAPACITY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class PlannerSettings:
     horizon: int | None = None
     forecaster: ForecasterName = "auto"
     horizon_scored: int = _SCORED_HORIZON
-    min_scores: int = 60
+    min_scores: int = 20
     max_scores: int = _SCORES
 
 
@@ -159,7 +163,6 @@ class JobPlanner:
         )
         self._candidates = (self._events, *candidates)
         self._chooser: ForecastChooser | None = None
-        self._chooser_capacity = 0
         self._num_seen = 0
         self._choice: Choice | None = None
         self._has_warned = False
@@ -222,7 +225,10 @@ class JobPlanner:
                 noise=_NOISE,
                 late_at_best=True,
             )
-        plan = self._optimizer.plan(situation_of(history, settings.interval_s), laws, stays=stays)
+        situation = situation_of(history, settings.interval_s)
+        if self._capacity > _LARGE_CAPACITY:
+            situation = replace(situation, known=_bounded(situation.known))
+        plan = self._optimizer.plan(situation, laws, stays=stays)
         table = self._completed(plan.table, running)
         return Decision(
             table=table,
@@ -306,11 +312,13 @@ class JobPlanner:
             return (law,), law, _named(self._events.name)
         choice = self._choose(counts)
         if choice.skill > 0:
-            return choice.forecast.laws, law, choice
+            # Learned rates plan in full with or without trust; thinned ones would plan less the more they are trusted.
+            laws = (law,) if choice.forecast.by == self._events.name else choice.forecast.laws
+            return laws, law, choice
         return (law,), law, _named(f"{self._events.name} ({choice.reason})")
 
     def _choose(self, counts: Sequence[int]) -> Choice:
-        if self._chooser is None or self._chooser_capacity < self._capacity:
+        if self._chooser is None:
             settings = self.settings
             self._chooser = ForecastChooser(
                 self._candidates,
@@ -319,9 +327,9 @@ class JobPlanner:
                 min_scores=settings.min_scores,
                 memory=max(settings.min_scores, settings.max_scores),
             )
-            self._chooser_capacity = self._capacity
             self._num_seen = max(0, len(counts) - settings.max_scores - settings.horizon_scored)
             self._choice = None
+        self._chooser.capacity = max(self._chooser.capacity, self._capacity)
         for count in counts[self._num_seen :]:
             self._choice = self._chooser.update(count)
         self._num_seen = len(counts)
@@ -372,6 +380,16 @@ def situation_of(history: JobHistory, interval_s: float) -> Situation:
         while steps and steps[-1] == (0, 0):
             steps = steps[:-1]
     return Situation(num_instances=now, running=Running(config), known=steps)
+
+
+def _bounded(steps: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Return steps of which no more than ``_MOST_KNOWN`` instances are lost, and as many join, in all."""
+    bounded: list[tuple[int, int]] = []
+    lost = joined = 0
+    for gone, come in steps:
+        bounded.append((min(gone, _MOST_KNOWN - lost), min(come, _MOST_KNOWN - joined)))
+        lost, joined = lost + bounded[-1][0], joined + bounded[-1][1]
+    return tuple(bounded)
 
 
 @dataclass(frozen=True)

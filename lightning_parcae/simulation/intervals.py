@@ -53,7 +53,7 @@ INTERVAL_POLICIES: Mapping[str, str] = MappingProxyType(
 
 # One choice for every model and trace; the tables of the simulation are exact, so that little is noise.
 _PRUNE_BELOW = 0.5
-_NOISE = 0.005
+_NOISE = 0.002
 _STAYS_HORIZON = 12
 _PRIOR_INTERVAL_S = 60.0  # what the prior of the event rates is per
 _BAND_EVERY = 5

@@ -94,7 +94,8 @@ def inject(job: Job, event: FaultEvent, names: dict[str, str]) -> None:
 
 def carry_out(job: Job, script: FaultScript, names: dict[str, str], start_s: float) -> dict[str, float]:
     """Do what the script says until the window ends; return when each action was due, in unix seconds."""
-    faults, when = script.start(), {}
+    faults = script.start()
+    when: dict[str, float] = {}
     while time.time() < start_s + WINDOW_S:
         for event in faults.due(0, time.time() - start_s, 0):
             when[event.action] = time.time()

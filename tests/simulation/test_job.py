@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_parcae.availability.trace import AvailabilityTrace
+from lightning_parcae.planning.optimizer import LiveputOptimizer, Situation
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.profile import LayerCost, ModelProfile, ThroughputProfile
 from lightning_parcae.simulation.job import (
@@ -300,6 +301,24 @@ def test_random_traces_keep_time_and_samples(seed: int) -> None:
             step = record["step"]
 
 
+def test_many_joiners_at_once_do_not_blow_a_plan_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {ParallelConfig(depth, 2): depth / (1 + depth / 200) for depth in range(1, 151)}
+    workload = replace(SMALL, profile=ThroughputProfile("wide", rates))
+    rows = []
+    plan = LiveputOptimizer.plan
+
+    def noting(self: LiveputOptimizer, situation: Situation, laws: Any, **options: Any) -> Any:
+        rows.append(sum(joined for _, joined in situation.known))
+        return plan(self, situation, laws, **options)
+
+    monkeypatch.setattr(LiveputOptimizer, "plan", noting)
+    events = [*add(100), *add(180, 230.0, first=100)]
+    result = SimulatedJob(events, 600.0, workload, replace(PLAIN, policy="liveput", warm_up_s=90.0)).run()
+    check(result)
+    assert 0 < max(rows) <= 24  # of 180 that warm up
+    assert result.spans[-1].config is not None and result.spans[-1].config.num_instances > 200
+
+
 def test_instance_names_may_be_given_again() -> None:
     trace = AvailabilityTrace.from_events(
         [(0.0, {"add": ["a", "b"]}), (30.0, {"remove": ["b"]}), (40.0, {"add": ["b"]})], end_s=100.0
@@ -334,7 +353,7 @@ def test_an_unknown_state_moves_in_no_time() -> None:
 
 def test_a_real_trace_and_profile() -> None:
     trace = read_trace("aws-p3").slice(0.0, 7200.0)
-    shares = []
+    shares: list[float] = []
     result = simulate_job(trace, read_workload("vgg19"), JobSettings(), clock=lambda: 0.0, progress=shares.append)
     check(result)
     assert result.planning_s == 0.0 and result.policy == "liveput" and result.trace.startswith("aws-p3")
