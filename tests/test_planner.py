@@ -39,7 +39,7 @@ class FakeAgent:
         for index in range(4):
             self.history.connected(0.0, f"i{index}")
             self.history.ready(0.5, f"i{index}")
-        self.history.formed(1.0, PastReconfiguration("initial", False, 0.0, 0, 1))
+        self.history.formed(1.0, PastReconfiguration("initial", False, 0.0, 0, 0))
         self._began = time.monotonic() - 2 * INTERVAL_S
 
     def request(self, op: str, key: str, value: Any = None, *, timeout_s: float | None) -> Any:

@@ -28,6 +28,7 @@ from lightning_parcae.control.decisions import (
     decide_next,
     decide_start,
     describe_missing,
+    serial_share,
     smallest_start,
     take_stock,
 )
@@ -1064,14 +1065,16 @@ class Coordinator:
 
     def _note_past(self, attempt: Attempt, commit: Commit) -> None:
         """Remember what this reconfiguration took; a planner prices the next ones by it."""
+        bytes_moved = sum(item.bytes_moved for item in attempt.formed.values())
+        sizes = [] if self._spec is None else self._spec.layer_bytes
         self._history.formed(
             self._now,
             PastReconfiguration(
                 kind=commit.kind,
                 is_urgent=attempt.urgent,
                 pause_s=max(item.pause_s for item in attempt.formed.values()),
-                bytes_moved=sum(item.bytes_moved for item in attempt.formed.values()),
-                num_receivers=len({target for _, _, target in commit.transfers}) or 1,
+                bytes_moved=bytes_moved,
+                serial_bytes=bytes_moved * serial_share(commit.transfers, sizes),
             ),
         )
 

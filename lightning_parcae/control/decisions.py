@@ -248,3 +248,17 @@ def describe_missing(layout: Layout, layers: Collection[int]) -> str:
             holders = sorted(layout.replicas_of_stage(stage))
             lines.append(f"stage {stage} was held only by {', '.join(holders)}")
     return "; ".join(lines) or "the layers that were on their way are lost"
+
+
+def serial_share(transfers: Collection[tuple[int, str, str]], layer_bytes: Sequence[int]) -> float:
+    """Return the share of the moved bytes that the busiest member sends or receives: it takes the time; 0 if none move.
+
+    Members receive side by side; one that several ask sends to one after the other.
+    """
+    sent: dict[str, int] = {}
+    received: dict[str, int] = {}
+    for layer, source, target in transfers:
+        sent[source] = sent.get(source, 0) + layer_bytes[layer]
+        received[target] = received.get(target, 0) + layer_bytes[layer]
+    total = sum(sent.values())
+    return max(*sent.values(), *received.values()) / total if total else 0.0

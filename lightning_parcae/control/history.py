@@ -83,7 +83,7 @@ class AvailabilityHistory:
             "num_announced": self._num_announced,
             "num_unannounced": self._num_unannounced,
             "reconfigurations": [
-                [past.kind, past.is_urgent, past.pause_s, past.bytes_moved, past.num_receivers]
+                [past.kind, past.is_urgent, past.pause_s, past.bytes_moved, past.serial_bytes]
                 for past in self._reconfigurations
             ],
         }

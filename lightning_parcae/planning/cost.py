@@ -138,7 +138,8 @@ class MeasuredCost:
     """Migration as this package does it; every term is measured in the running job and starts from a default.
 
     A pause is detection (if somebody died unannounced), formation of the new generation and rebuilding of the stage,
-    plus the transfer of what moves: receivers work at the same time, a donor serves one receiver after another.
+    plus the transfer of what moves: receivers work at the same time, a donor serves one receiver after another. Who had
+    no place needs a whole stage; the dead serve nothing, those who go with a notice do.
     Joiners warm up while the others train and cost nothing.
 
     Attributes:
@@ -201,16 +202,22 @@ class MeasuredCost:
         prices = np.full((len(configs), len(configs)), detection + self.formation_s + self.build_s)
         worst = worst_losses(configs, victims)  # (S, most + 1)
         largest = np.array([max(self._stage_bytes(count)) for count in counts.tolist()]) / self.bytes_per_s
-        rounds = np.zeros((len(configs), len(configs)))
+        rounds = np.zeros((len(configs), len(configs)))  # of transfers one after the other, the number of stages kept
+        serial = np.zeros((len(configs), len(configs)))  # and changed
         for lost in range(worst.shape[1]):
             left = np.maximum(depth - lost, 0)[:, None]
-            rounds += worst[:, lost, None] * np.ceil(np.maximum(depth[None, :] - left, 0) / np.maximum(left, 1))
+            donors = depth[:, None] if self.is_announced else np.maximum(left, 1)
+            rounds += worst[:, lost, None] * np.ceil(np.maximum(depth[None, :] - left, 0) / donors)
+            serial += worst[:, lost, None] * np.ceil(depth[None, :] / donors)
             if not self.is_announced:
                 prices += np.where(left == 0, worst[:, lost, None] * self.rollback_s, 0.0)
-        moved = self._moved_between(tuple(counts.tolist()))
-        serial = np.ceil(depth[None, :] / depth[:, None])
+        moved = self._moved_between(tuple(counts.tolist()))[number][:, number] * serial
+        # Whoever had no place before needs a whole stage.
+        places = depth * stages
+        fresh = places[None, :] > (places - np.minimum(victims, places))[:, None]
+        moved = np.maximum(moved, np.where(fresh, largest[number][None, :], 0.0))
         is_same = number[:, None] == number[None, :]
-        prices += np.where(is_same, rounds * largest[number][:, None], moved[number][:, number] * serial)
+        prices += np.where(is_same, rounds * largest[number][:, None], moved)
         if not victims:
             np.fill_diagonal(prices, 0.0)
         return prices

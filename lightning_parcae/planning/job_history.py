@@ -21,14 +21,14 @@ class PastReconfiguration:
         is_urgent: Whether it interrupted the members, because somebody died.
         pause_s: Longest time that a member stood still, in seconds.
         bytes_moved: State that was moved, by all members together.
-        num_receivers: Members that received state, at least 1.
+        serial_bytes: The most of it that a single member sent or received: what took the time.
     """
 
     kind: str
     is_urgent: bool
     pause_s: float
     bytes_moved: int
-    num_receivers: int
+    serial_bytes: float
 
 
 @dataclass(frozen=True)

@@ -412,31 +412,26 @@ def measured_cost(default: MeasuredCost, history: JobHistory, *, step_s: float, 
     Args:
         default: The terms to start from.
         history: With what past reconfigurations took.
-        step_s: Seconds of a step: a death costs the step that it interrupts.
+        step_s: Seconds of a step: a death costs what was done of the step that it interrupts, half of it on average.
         redo_s: Seconds of work that is lost with state that nobody held.
     """
     pasts = history.reconfigurations
-    small = [past for past in pasts if _bytes_each(past) < _LARGE_BYTES]
+    small = [past for past in pasts if past.serial_bytes < _LARGE_BYTES]
     fixed_s = median([default.formation_s + default.build_s, *(past.pause_s for past in small if not past.is_urgent)])
     noticed_s = [max(past.pause_s - fixed_s, 0.0) for past in small if past.is_urgent]
-    speeds = [
-        _bytes_each(past) / max(past.pause_s - fixed_s, 1e-3) for past in pasts if _bytes_each(past) >= _LARGE_BYTES
-    ]
+    large = [past for past in pasts if past.serial_bytes >= _LARGE_BYTES]
+    speeds = [past.serial_bytes / max(past.pause_s - fixed_s, 1e-3) for past in large]
     num_lost = history.num_announced + history.num_unannounced
     return _RunningCost(
         layer_bytes=default.layer_bytes,
         boundaries=default.boundaries,
-        detection_s=median([default.detection_s, *noticed_s]) + step_s,
+        detection_s=median([default.detection_s, *noticed_s]) + step_s / 2,
         formation_s=fixed_s,
         build_s=0.0,
         bytes_per_s=median([default.bytes_per_s, *speeds]),
         rollback_s=default.rollback_s + redo_s,
         is_announced=num_lost >= _FEW_LOSSES and history.num_announced >= _ANNOUNCED_SHARE * num_lost,
     )
-
-
-def _bytes_each(past: PastReconfiguration) -> float:
-    return past.bytes_moved / max(past.num_receivers, 1)
 
 
 def _differ(one: MeasuredCost, other: MeasuredCost) -> bool:

@@ -11,7 +11,7 @@ from lightning_parcae.planning.job_history import JobHistory, PastReconfiguratio
 from lightning_parcae.planning.parallel_config import ParallelConfig
 
 RUNS = {"phase": "running", "config": [2, 2], "table": [None, [1, 1], [1, 2]]}
-PAST = PastReconfiguration("intra_stage", True, 0.25, 1000, 2)
+PAST = PastReconfiguration("intra_stage", True, 0.25, 1000, 500)
 
 
 def read(history: AvailabilityHistory, now: float) -> JobHistory:
@@ -23,7 +23,7 @@ def started(count: int) -> AvailabilityHistory:
     for index in range(count):
         history.connected(0.0, f"i{index}")
         history.ready(5.0 + index, f"i{index}")
-    history.formed(10.0, PastReconfiguration("initial", False, 0.0, 0, 1))
+    history.formed(10.0, PastReconfiguration("initial", False, 0.0, 0, 0))
     return history
 
 
@@ -70,7 +70,7 @@ def test_an_instance_that_is_warned_while_it_warms_up_never_counts() -> None:
 def test_reconfigurations_are_kept_but_not_starts() -> None:
     history = started(2)
     history.formed(20.0, PAST)
-    history.formed(30.0, PastReconfiguration("rollback", False, 3.0, 0, 1))
+    history.formed(30.0, PastReconfiguration("rollback", False, 3.0, 0, 0))
     assert read(history, 31.0).reconfigurations == (PAST,)
     assert read(history, 31.0).started_at == 10.0
 

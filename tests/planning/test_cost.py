@@ -123,6 +123,7 @@ def measured_pause(cost: MeasuredCost, old: ParallelConfig, new: ParallelConfig,
     pause = cost.formation_s + cost.build_s + (cost.detection_s if grid and not cost.is_announced else 0.0)
     gone = Counter(victim % old.num_stages for victim in grid)
     left = old.num_pipelines - max(gone.values(), default=0)
+    donors = old.num_pipelines if cost.is_announced else max(left, 1)
     count = len(cost.layer_bytes)
     edges = [
         cost.boundaries.get(
@@ -132,9 +133,9 @@ def measured_pause(cost: MeasuredCost, old: ParallelConfig, new: ParallelConfig,
     ]
     if left == 0 and not cost.is_announced:
         pause += cost.rollback_s
+    largest = max(sum(cost.layer_bytes[low:high]) for low, high in itertools.pairwise(edges[1]))
     if new.num_stages == old.num_stages:
-        largest = max(sum(cost.layer_bytes[low:high]) for low, high in itertools.pairwise(edges[1]))
-        rounds = math.ceil(max(new.num_pipelines - left, 0) / max(left, 1))
+        rounds = math.ceil(max(new.num_pipelines - left, 0) / donors)
         return pause + rounds * largest / cost.bytes_per_s
     lacks = [
         min(
@@ -143,7 +144,10 @@ def measured_pause(cost: MeasuredCost, old: ParallelConfig, new: ParallelConfig,
         )
         for low, high in itertools.pairwise(edges[1])
     ]
-    return pause + max(lacks) / cost.bytes_per_s * math.ceil(new.num_pipelines / old.num_pipelines)
+    moved = max(lacks) * math.ceil(new.num_pipelines / donors)
+    if new.num_instances > old.num_instances - len(grid):
+        moved = max(moved, largest)  # somebody had no place
+    return pause + moved / cost.bytes_per_s
 
 
 @pytest.mark.parametrize("old", OLD)

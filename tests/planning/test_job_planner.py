@@ -201,7 +201,7 @@ def test_the_speed_of_the_link_is_that_of_moved_state() -> None:
     deep = ParallelConfig(1, 6)
     planner.decide(history([4] * 3), measured((2, 2)))
     before = planner.profile.samples_per_s(deep)
-    pasts = tuple(PastReconfiguration("inter_stage", False, 2.25, 20_000_000, 1) for _ in range(3))
+    pasts = tuple(PastReconfiguration("inter_stage", False, 2.25, 30_000_000, 20_000_000) for _ in range(3))
     planner.decide(history([4] * 3, reconfigurations=pasts), measured((2, 2)))
     assert planner.profile.samples_per_s(deep) < 0.8 * before
 
@@ -209,14 +209,14 @@ def test_the_speed_of_the_link_is_that_of_moved_state() -> None:
 def test_costs_are_those_of_the_jobs_own_reconfigurations() -> None:
     default = MeasuredCost(layer_bytes=(1000,) * 6)
     plain = measured_cost(default, history([4]), step_s=0.5, redo_s=7.0)
-    assert plain.formation_s == pytest.approx(0.25) and plain.detection_s == pytest.approx(0.6)
+    assert plain.formation_s == pytest.approx(0.25) and plain.detection_s == pytest.approx(0.35)
     assert plain.rollback_s == 37.0 and not plain.is_announced
-    pasts = tuple(PastReconfiguration("intra_stage", False, 1.0, 0, 1) for _ in range(3))
-    pasts += tuple(PastReconfiguration("intra_stage", True, 1.8, 0, 1) for _ in range(3))
-    pasts += tuple(PastReconfiguration("inter_stage", False, 3.0, 40_000_000, 2) for _ in range(3))
+    pasts = tuple(PastReconfiguration("intra_stage", False, 1.0, 0, 0) for _ in range(3))
+    pasts += tuple(PastReconfiguration("intra_stage", True, 1.8, 0, 0) for _ in range(3))
+    pasts += tuple(PastReconfiguration("inter_stage", False, 3.0, 40_000_000, 20_000_000) for _ in range(3))
     learned = measured_cost(default, history([4], reconfigurations=pasts), step_s=0.5, redo_s=7.0)
     assert learned.formation_s == pytest.approx(1.0)
-    assert learned.detection_s == pytest.approx(1.3)
+    assert learned.detection_s == pytest.approx(1.05)
     assert learned.bytes_per_s == pytest.approx(1e7)
     warned = measured_cost(default, history([4], num_announced=9, num_unannounced=1), step_s=0.5, redo_s=7.0)
     assert warned.is_announced
@@ -254,7 +254,7 @@ def test_state_that_has_moved_says_more_than_a_probe_and_noise_nothing() -> None
     before = planner._optimizer
     planner.take_link(LinkSpeed(1.1e-3, 5.5e8))
     assert planner._optimizer is before is not None
-    moved = tuple(PastReconfiguration("pipeline", False, 10.0, 1 << 30, 1) for _ in range(3))
+    moved = tuple(PastReconfiguration("pipeline", False, 10.0, 1 << 30, 1 << 30) for _ in range(3))
     planner.decide(history([4, 4, 4], reconfigurations=moved), measured((2, 2)))
     found = planner.profile.to_json()
     assert found["link_bytes_per_s"] == pytest.approx((1 << 30) / 9.75, rel=0.01) and found["link_latency_s"] == 1e-3
