@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lightning_parcae.availability.backtest import Choice, ForecastChooser
 from lightning_parcae.availability.forecast import NOTHING, EventLaw, EventRates, Forecast, Forecaster
 from lightning_parcae.planning.cost import MeasuredCost
-from lightning_parcae.planning.job_history import JobHistory, PastReconfiguration
+from lightning_parcae.planning.job_history import JobHistory
 from lightning_parcae.planning.job_profile import JobProfile, Limits, LinkSpeed, StepTime
 from lightning_parcae.planning.optimizer import LiveputOptimizer, Situation
 from lightning_parcae.planning.parallel_config import ParallelConfig

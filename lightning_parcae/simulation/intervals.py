@@ -55,6 +55,7 @@ INTERVAL_POLICIES: Mapping[str, str] = MappingProxyType(
 _PRUNE_BELOW = 0.5
 _NOISE = 0.002
 _STAYS_HORIZON = 12
+_SURE_OF_LIMIT = 20  # intervals with the most instances ever seen
 _PRIOR_INTERVAL_S = 60.0  # what the prior of the event rates is per
 _BAND_EVERY = 5
 _BAND_AHEAD = 10
@@ -506,19 +507,29 @@ class _Liveput:
         self._history.append(step.num_instances)
         announced = run.steps[index + 1 : index + 1 + self._num_known]
         known = tuple((later.num_lost, later.num_joined) for later in announced)
-        # Announced joiners count. And that there never were more does not say that there cannot be.
-        count = most = step.num_instances
-        for lost, joined in known:
-            count += joined - lost
-            most = max(most, count)
-        if self._optimizer is None or most >= self._capacity:
-            self._capacity = most + 1
+        capacity = self._most_possible(known)
+        if self._optimizer is None or capacity != self._capacity:
+            self._capacity = capacity
             self._optimizer = self._make_optimizer()
         laws, stays = self._source.laws(self._history, self._capacity)
         if index % _BAND_EVERY == 0:
             self.bands.append(_band(index * run.interval_s, laws, stays, step.num_instances, self._capacity, run))
         plan = self._optimizer.plan(Situation(step.num_instances, running, step.num_lost, known), laws, stays=stays)
         return plan.config, plan.reason
+
+    def _most_possible(self, known: Sequence[tuple[int, int]]) -> int:
+        """Return what the past suggests as the most instances there can be.
+
+        That there never were more does not say that there cannot be; that it stayed so for long does.
+        """
+        most = max(self._history)
+        is_limit = self._history.count(most) >= _SURE_OF_LIMIT
+        count = self._history[-1]
+        announced = most
+        for lost, joined in known:
+            count += joined - lost
+            announced = max(announced, count)
+        return most if is_limit and announced == most else announced + 1
 
     def _make_optimizer(self) -> LiveputOptimizer:
         return LiveputOptimizer(
