@@ -34,6 +34,7 @@ Policy = Literal["liveput", "reactive", "fixed"]
 ForecasterName = Literal["auto", "events", "arima", "last_value"]
 
 _SCORED_HORIZON = 12
+_SHOWN_HORIZON = 10
 # Scored forecasts that are remembered; a planner that takes over replays as many intervals.
 _SCORES = 240
 # What the job is expected to meet before it has met anything: what was learned from public traces, cut into minutes.
@@ -116,6 +117,7 @@ class Decision:
         num_intervals: Intervals of history.
         forecast_mae: Mean absolute error so far of the number of instances forecast for the next interval; None where
             no forecast could be compared yet.
+        forecast: What the plan expects, without what is known for certain; None where nothing is forecast.
     """
 
     table: LayoutTable
@@ -127,6 +129,7 @@ class Decision:
     forecast_by: str
     num_intervals: int
     forecast_mae: float | None = None
+    forecast: Forecast | None = None
 
     def details(self) -> dict[str, Any]:
         """Return what the timeline shows beside table and reason."""
@@ -240,6 +243,7 @@ class JobPlanner:
             forecast_by=choice.reason,
             num_intervals=len(counts),
             forecast_mae=self._errors[1] / self._errors[0] if self._errors[0] else None,
+            forecast=Forecast((*laws, *[stays] * _SHOWN_HORIZON)[:_SHOWN_HORIZON], choice.forecast.by),
         )
 
     # --- throughput and costs -----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_parcae.availability.arima import ArimaForecaster
-from lightning_parcae.availability.forecast import Forecaster
+from lightning_parcae.availability.forecast import Forecast, Forecaster, quantile
 from lightning_parcae.availability.trace import AvailabilityTrace
 from lightning_parcae.control.coordinator import EXIT_STATE_LOST, Coordinator
 from lightning_parcae.control.events import (
@@ -72,7 +72,7 @@ from lightning_parcae.planning.job_profile import JobProfile, Limits, StepTime
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.policy import LayoutTable, table_to_json
 from lightning_parcae.planning.profile import ModelProfile
-from lightning_parcae.simulation.result import Cause, Migration, PolicyResult
+from lightning_parcae.simulation.result import Cause, ForecastBand, Migration, PolicyResult
 from lightning_parcae.simulation.training import Training
 from lightning_parcae.simulation.workload import Workload
 
@@ -368,6 +368,7 @@ class SimulatedJob:
         self._plan_number = 0
         self._reply: Any = None
         self._planning_s = 0.0
+        self._forecasts: list[ForecastBand] = []
         self._migrations: list[Migration] = []
         self._notes: list[str] = []
         self._is_over = False
@@ -416,6 +417,7 @@ class SimulatedJob:
             samples=self._training.samples,
             instance_s=self._instance_s,
             planning_s=self._planning_s if settings.policy != "fixed" and self._clock is not None else None,
+            forecasts=tuple(self._forecasts),
             notes=tuple(self._notes),
         )
 
@@ -722,11 +724,21 @@ class SimulatedJob:
         self._planning_s += self._clock() - began if self._clock is not None else 0.0
         if decision is None:
             return
+        if decision.forecast is not None:
+            self._forecasts.append(self._band(decision.forecast, history))
         table = [None if pair is None else (pair[0], pair[1]) for pair in table_to_json(decision.table)]
         if tuple(table) != history.table:
             self._plan_reason = decision.reason
             details = {**decision.details(), "num_instances": history.num_instances}
             self._inbox.append(Received(name, Plan(table, decision.reason, details)))
+
+
+    def _band(self, forecast: Forecast, history: JobHistory) -> ForecastBand:
+        most = max(count for _, count in history.changes)
+        counts = forecast.counts(history.num_instances, most)[-1:]
+        low, median, high = (int(quantile(counts, share)[0]) for share in (0.1, 0.5, 0.9))
+        ahead_s = len(forecast.laws) * self._settings.planner.interval_s
+        return ForecastBand(self._now, ahead_s, low, median, high)
 
 
 _CAUSES: dict[str, Cause] = {

@@ -260,6 +260,9 @@ def test_a_planner_leaves_a_start_that_is_slow(policy: Any) -> None:
     assert first.after == second.before == ParallelConfig(4, 1)
     assert second.kind == "pipeline" and second.after in (ParallelConfig(1, 4), ParallelConfig(2, 2))
     assert f"planned since {plan['reason']}" in second.reason
+    assert bool(result.forecasts) == (policy == "liveput")
+    for band in result.forecasts:
+        assert 0 <= band.low <= band.median <= band.high <= 4 and band.ahead_s == 600.0
 
 
 @pytest.mark.parametrize("policy", sorted(JOB_POLICIES))
