@@ -46,6 +46,7 @@ from lightning_parcae.control.events import (
     Send,
 )
 from lightning_parcae.control.failure_counts import FailureCounts
+from lightning_parcae.control.hand_over import HandOver
 from lightning_parcae.control.history import HISTORY_KEY, AvailabilityHistory
 from lightning_parcae.control.membership import Attempt, Cause
 from lightning_parcae.control.messages import (
@@ -151,6 +152,7 @@ class Coordinator:
         self._table: Table = []
         self._values = StartupValues()
         self._history = AvailabilityHistory()
+        self._hand_over = HandOver()
         self._progress: Progress | None = None
         self._checkpoint: CheckpointRef | None = None
 
@@ -798,6 +800,8 @@ class Coordinator:
         passengers = [name for name in self._active if name not in placed]
         if config == layout.config and not going and not passengers:
             return
+        if going and config.num_instances <= layout.config.num_instances and not any(map(self._is_due, going)):
+            return  # they train on; whoever comes until then takes their places with the same migration
         if going:
             reason = f"{', '.join(going)} will be taken away"
         elif config != layout.config:
@@ -806,6 +810,15 @@ class Coordinator:
             reason = f"{', '.join(passengers)} become spares"
         joiners = self._joiners_for(config, staying)
         self._prepare(reason, members=[*self._active, *joiners], joiners=joiners)
+
+    def _is_due(self, name: str) -> bool:
+        """Return whether an instance with a notice must hand over now."""
+        leaves_at = self._instances[name].leaves_at
+        reserve_s = self._hand_over.reserve_s(self._now, self._newest_step())
+        return leaves_at is None or reserve_s is None or self._now >= leaves_at - reserve_s
+
+    def _newest_step(self) -> int:
+        return max((self._instances[name].step for name in self._active), default=0)
 
     def _joiners_for(self, config: ParallelConfig, staying: list[str]) -> list[str]:
         return self._spares()[: max(0, config.num_instances - len(staying))]
@@ -1047,16 +1060,18 @@ class Coordinator:
         self._waiting_since = self._first_ready_at = None
         self._say_what_is_lost(attempt)
         self._failures.num_late_formations = 0
+        pause_s = max(item.pause_s for item in attempt.formed.values())
         self._record(
             "formed",
             generation=attempt.generation,
             kind=attempt.commit.kind,
             config=[layout.config.num_pipelines, layout.config.num_stages],
-            pause_s=round(max(item.pause_s for item in attempt.formed.values()), 4),
+            pause_s=round(pause_s, 4),
             bytes_moved=sum(item.bytes_moved for item in attempt.formed.values()),
             total_s=round(self._now - attempt.prepared_at, 4),
         )
         self._note_past(attempt, attempt.commit)
+        self._hand_over.formed(self._now, step=self._newest_step(), pause_s=pause_s)
         spares = len(self._spares())
         self._say(
             f"generation {attempt.generation}: running {layout.config} on {layout.config.num_instances} instances"

@@ -732,7 +732,6 @@ class SimulatedJob:
             details = {**decision.details(), "num_instances": history.num_instances}
             self._inbox.append(Received(name, Plan(table, decision.reason, details)))
 
-
     def _band(self, forecast: Forecast, history: JobHistory) -> ForecastBand:
         most = max(count for _, count in history.changes)
         counts = forecast.counts(history.num_instances, most)[-1:]

@@ -645,7 +645,7 @@ class World:
     def notice(self, name: str) -> None:
         if self.members[name].connected:
             self.noticed.add(self.members[name].incarnation)
-            self.to_coordinator(self.members[name], Notice(30.0))
+            self.to_coordinator(self.members[name], Notice(self.rng.choice([None, 30.0, 46.0, 50.0])))
 
     def living(self) -> list[str]:
         return [name for name, member in self.members.items() if member.alive and member.outcome is None]

@@ -531,6 +531,56 @@ def test_a_notice_of_one_of_two_replicas() -> None:
     assert len(job.coordinator.status()["spares"]) == 1
 
 
+def train(job: Job, seconds: int) -> None:
+    """Let a step pass each second."""
+    for _ in range(seconds):
+        job.step()
+        job.pass_time(1.0)
+
+
+def test_a_long_notice_is_used() -> None:
+    job = started("a", "b")
+    job.join("c")
+    train(job, 10)
+    job.say("b", Notice(120.0))
+    train(job, 70)
+    assert job.phase == "running"
+    train(job, 6)  # 45 s are kept for the hand-over
+    assert job.prepare_of("b").members == ["a", "b", "c"]
+    job.acknowledge()
+    assert job.layout.order == ("a", "c")
+
+
+def test_a_joiner_that_makes_the_job_larger_is_not_kept_waiting_by_a_notice() -> None:
+    job = started("a", "b")
+    train(job, 10)
+    job.say("b", Notice(120.0))
+    train(job, 5)
+    job.join("c")
+    assert job.phase == "running"  # it will take b's place
+    job.join("d", "e")
+    assert job.prepare_of("a").members == ["a", "b", "c", "d", "e"]
+    job.acknowledge()
+    assert str(job.layout.config) == "2x2" and "b" not in job.layout.order
+
+
+def test_a_long_notice_is_no_reason_to_wait_with_a_repair() -> None:
+    job = started("a", "b", "c", "d")
+    train(job, 10)
+    job.say("d", Notice(120.0))
+    job.kill("d")
+    assert job.prepare_of("a").urgent
+    job.acknowledge("a", "b", "c", at_boundary=False)
+    assert str(job.layout.config) == "1x2"
+
+
+def test_a_long_notice_before_any_step_is_obeyed_at_once() -> None:
+    job = started("a", "b")
+    job.join("c")
+    job.say("b", Notice(120.0))
+    assert job.prepare_of("b").members == ["a", "b", "c"]
+
+
 def test_a_notice_during_a_planned_generation() -> None:
     job = started("a", "b", "c", "d")
     job.join("e", "f")
