@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_parcae.availability.trace import AvailabilityTrace
+from lightning_parcae.planning.cost import MigrationCost, expected_pause_s
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.space import ConfigSpace
 
@@ -140,6 +141,29 @@ def advance(
     pause = float(space.pauses_s(step.num_before, step.num_lost)[old, new])
     left, paused = settle(running, config, pause, float(space.overlap_s[new]), interval_s=interval_s)
     return left, float(space.rates[new]) * (interval_s - paused), paused, pause > 0
+
+
+class PairPauses:
+    """Expected pauses one pair of configurations at a time, remembered: a plan meets few of the pairs."""
+
+    def __init__(self, cost: MigrationCost) -> None:
+        self._cost = cost
+        self._known: dict[tuple[ParallelConfig | None, ParallelConfig, int, int], tuple[float, float]] = {}
+
+    def __call__(
+        self, old: ParallelConfig | None, new: ParallelConfig | None, step: MembershipStep
+    ) -> tuple[float, float]:
+        """Return the pause, and what is paid on top if the last migration has not ended."""
+        if new is None:
+            return 0.0, 0.0
+        before, lost = (step.num_before, step.num_lost) if step.num_lost else (0, 0)
+        key = (old, new, before, lost)
+        if key not in self._known:
+            # Without a loss, who is a spare does not matter.
+            before = before if lost else max(new.num_instances, old.num_instances if old is not None else 0)
+            pause_s = expected_pause_s(self._cost, old, new, num_instances=before, num_lost=lost)
+            self._known[key] = pause_s, float(self._cost.overlap((new,))[0])
+        return self._known[key]
 
 
 def settle(

@@ -27,12 +27,20 @@ from lightning_parcae.availability.forecast import (
     quantile,
 )
 from lightning_parcae.availability.trace import AvailabilityTrace
-from lightning_parcae.planning.cost import MigrationCost, ReferenceCost, expected_pause_s
+from lightning_parcae.planning.cost import MigrationCost, ReferenceCost
+from lightning_parcae.planning.guard import Guard
 from lightning_parcae.planning.liveput import fewest_replicas
 from lightning_parcae.planning.optimizer import LiveputOptimizer, Situation
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.profile import Profile, ThroughputProfile
-from lightning_parcae.planning.replay import MembershipStep, Running, best_possible, membership_steps, settle
+from lightning_parcae.planning.replay import (
+    MembershipStep,
+    PairPauses,
+    Running,
+    best_possible,
+    membership_steps,
+    settle,
+)
 from lightning_parcae.planning.space import ConfigSpace
 from lightning_parcae.simulation.published import HORIZON, PublishedForecast, advised, planned_ahead
 from lightning_parcae.simulation.result import Cause, ForecastBand, Migration, PolicyResult, Span, merge_spans
@@ -351,26 +359,8 @@ class _Pauses(Protocol):
         ...
 
 
-class _CostPauses:
-    """Pauses of a cost model, one pair at a time: a plan meets few of the pairs."""
-
-    def __init__(self, cost: MigrationCost) -> None:
-        self._cost = cost
-        self._known: dict[tuple[ParallelConfig | None, ParallelConfig, int, int], tuple[float, float]] = {}
-
-    def __call__(
-        self, old: ParallelConfig | None, new: ParallelConfig | None, step: MembershipStep
-    ) -> tuple[float, float]:
-        if new is None:
-            return 0.0, 0.0
-        before, lost = (step.num_before, step.num_lost) if step.num_lost else (0, 0)
-        key = (old, new, before, lost)
-        if key not in self._known:
-            # Without a loss, who is a spare does not matter.
-            before = before if lost else max(new.num_instances, old.num_instances if old is not None else 0)
-            pause_s = expected_pause_s(self._cost, old, new, num_instances=before, num_lost=lost)
-            self._known[key] = pause_s, float(self._cost.overlap((new,))[0])
-        return self._known[key]
+class _CostPauses(PairPauses):
+    """Pauses of a cost model."""
 
     def kind(self, old: ParallelConfig | None, new: ParallelConfig | None, step: MembershipStep) -> Cause:
         """Return the likelier kind: what is booked is a mean over all sets of victims."""
@@ -428,8 +418,8 @@ def _decider(policy: str, run: _Run, *, notice_s: float, horizon: int | None, fo
     if policy == "published":
         return _Published(run, horizon if horizon is not None else HORIZON, seed)
     if policy == "stays":
-        return _Liveput(run, 0, horizon if horizon is not None else _STAYS_HORIZON, "last_value")
-    return _Liveput(run, int(notice_s / run.interval_s + 1e-9), horizon, forecaster)
+        return _Liveput(run, 0, horizon if horizon is not None else _STAYS_HORIZON, "last_value", is_guarded=False)
+    return _Liveput(run, int(notice_s / run.interval_s + 1e-9), horizon, forecaster, is_guarded=True)
 
 
 def _oracle_space(run: _Run) -> ConfigSpace:
@@ -492,8 +482,9 @@ class _Published:
 class _Liveput:
     """This package's planner, which knows the past and what has been announced."""
 
-    def __init__(self, run: _Run, num_known: int, horizon: int | None, forecaster: str) -> None:
+    def __init__(self, run: _Run, num_known: int, horizon: int | None, forecaster: str, *, is_guarded: bool) -> None:
         self._run = run
+        self._guard = Guard(run.rate, PairPauses(run.cost), interval_s=run.interval_s) if is_guarded else None
         self._num_known = num_known
         self._horizon = horizon
         self._source = _LawSource(forecaster, run.interval_s)
@@ -514,8 +505,13 @@ class _Liveput:
         laws, stays = self._source.laws(self._history, self._capacity)
         if index % _BAND_EVERY == 0:
             self.bands.append(_band(index * run.interval_s, laws, stays, step.num_instances, self._capacity, run))
-        plan = self._optimizer.plan(Situation(step.num_instances, running, step.num_lost, known), laws, stays=stays)
-        return plan.config, plan.reason
+        guard = self._guard
+        begin = running if guard is None else guard.planned
+        plan = self._optimizer.plan(Situation(step.num_instances, begin, step.num_lost, known), laws, stays=stays)
+        if guard is None:
+            return plan.config, plan.reason
+        config = guard.follow(plan.config, run.fastest[step.num_instances], step)
+        return config, "planning is behind reacting so far: the fastest" if guard.reacts else plan.reason
 
     def _most_possible(self, known: Sequence[tuple[int, int]]) -> int:
         """Return what the past suggests as the most instances there can be.
