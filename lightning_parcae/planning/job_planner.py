@@ -40,6 +40,7 @@ _SCORES = 240
 # What the job is expected to meet before it has met anything: what was learned from public traces, cut into minutes.
 _PRIOR_INTERVAL_S = 60.0
 _NOISE = 0.02
+_EXACT_NOISE = 0.002
 # Replicas that save the state may cost much speed, so that slower configurations matter than where all is replicated.
 _PRUNE_BELOW = 0.5
 _PROFILE_TOLERANCE = 0.05
@@ -206,9 +207,11 @@ class JobPlanner:
         running = history.config
         if len(counts) < 2 or history.phase != "running" or running is None or running not in measured:
             return None
-        self._capacity = max(
+        capacity = max(
             self._capacity, max(count for _, count in history.changes), history.num_instances + len(history.warming)
         )
+        if capacity > self._capacity:
+            self._capacity, self._optimizer = capacity, None
         cost = self._cost_of(history, measured[running])
         if self._cost is None or _differ(cost, self._cost):
             self._cost, self._optimizer = cost, None
@@ -225,7 +228,7 @@ class JobPlanner:
                 interval_s=settings.interval_s,
                 horizon=settings.horizon,
                 prune_below=_PRUNE_BELOW,
-                noise=_NOISE,
+                noise=self._noise(_NOISE),
                 late_at_best=True,
             )
         situation = situation_of(history, settings.interval_s)
@@ -342,6 +345,10 @@ class JobPlanner:
 
     # --- tables -------------------------------------------------------------------------------------------------------
 
+    def _noise(self, measured: float) -> float:
+        """Return the gain that is no reason to change: what was measured in the job is noisy, a given table is exact."""
+        return measured if isinstance(self.model.profile, ModelProfile) else _EXACT_NOISE
+
     def _react(self, history: JobHistory, num_intervals: int) -> Decision:
         table = self._completed((), history.config)
         config = lookup(table, history.num_instances)
@@ -363,7 +370,7 @@ class JobPlanner:
         The optimizer may say "wait" where it expects state to be lost; whether it is, is known when it happens.
         """
         size = max(len(table), min(len(self.model.start_table), 2 * self._capacity + 9))
-        fastest = self._profile.fastest_table(size - 1, keep=running, noise=_PROFILE_TOLERANCE)
+        fastest = self._profile.fastest_table(size - 1, keep=running, noise=self._noise(_PROFILE_TOLERANCE))
         return tuple(
             table[count] if count < len(table) and table[count] is not None else fastest[count] for count in range(size)
         )
