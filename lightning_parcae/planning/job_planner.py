@@ -346,7 +346,7 @@ class JobPlanner:
     # --- tables -------------------------------------------------------------------------------------------------------
 
     def _noise(self, measured: float) -> float:
-        """Return the gain that is no reason to change: what was measured in the job is noisy, a given table is exact."""
+        """Return the gain that is no reason to change; what the job measures is noisy, a given table exact."""
         return measured if isinstance(self.model.profile, ModelProfile) else _EXACT_NOISE
 
     def _react(self, history: JobHistory, num_intervals: int) -> Decision:
