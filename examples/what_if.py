@@ -2,7 +2,7 @@
 
     python examples/what_if.py
 
-It needs a minute and matplotlib (`pip install 'lightning-parcae[plot]'`), and writes what_if.png.
+It needs ten seconds and matplotlib (`pip install 'lightning-parcae[plot]'`), and writes what_if.png.
 """
 
 from __future__ import annotations

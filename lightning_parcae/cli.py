@@ -6,12 +6,18 @@ A command with a module of its own (``parcae simulate``) is loaded when it is ca
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import logging
 import os
+import select
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning_parcae import __version__
@@ -26,6 +32,10 @@ _EXIT_CODES = """\
 exit codes: 0 finished, 1 the job failed (traceback shown), 2 wrong usage, 3 state lost and no checkpoint,
             4 too few instances for too long, 5 refused (versions, script or secret differ), 130 interrupted
 """
+_MORE_EXIT_CODES = """\
+            141 nobody reads the output any more, 143 profile, plan, forecast or simulate ended by SIGTERM
+"""
+_ENDING_S = 1.0  # what a command may take to end itself
 
 
 #: Commands with a module of their own, and what they do.
@@ -58,23 +68,135 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Its exit code.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # The others have their own way to take a signal.
+    signals = _ended_by_signals() if words and words[0] in _MODULES else contextlib.nullcontext()
     try:
-        code: int = options.run(options)
-    except (ParcaeError, ValueError, OSError) as error:
-        print(f"parcae {options.command}: {error}", file=sys.stderr)
-        return 2
+        with signals:
+            try:
+                options = _parser().parse_args(words)
+                code: int = options.run(options)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()  # whoever reads it may be gone
+    except _Ended as ended:
+        return 128 + ended.number
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except (ParcaeError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return _leave_quietly()
+        print(f"parcae {words[0]}: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as error:
+        # rich's way to end on a broken pipe
+        if isinstance(error.__context__, BrokenPipeError):
+            return _leave_quietly()
+        raise
     return code
+
+
+def _nobody_reads() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # closed, or no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _leave_quietly() -> int:
+    """Let the interpreter end without another complaint about the pipe; return the exit code of its signal."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
+    return 128 + signal.SIGPIPE
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal ends the command."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end a command: soon, silently, and with nothing left.
+
+    The command is left as by Ctrl-C, and ends what it has started. What an interrupted import may make of that (another
+    error, or nothing at all) does not count: a second later the process and its children are ended where they are.
+
+    Raises:
+        _Ended: If a signal came, whatever became of the command.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    timer = threading.Timer(_ENDING_S, lambda: _end_here(128 + came[0]))
+    timer.daemon = True
+    hooks, logs = (sys.unraisablehook, threading.excepthook), logging.root.manager.disable
+
+    def begin(number: int, frame: FrameType | None) -> None:
+        if came:
+            return
+        came.append(number)
+        timer.start()
+        logging.disable(logging.CRITICAL)
+        sys.unraisablehook = _say_nothing
+        threading.excepthook = _say_nothing
+        raise _Ended(number)
+
+    # One that is ignored, as SIGINT in the background of a shell, stays so; None is a handler that cannot be put back.
+    kept = (signal.SIG_IGN, None)
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) not in kept]
+    before = {number: signal.signal(number, begin) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            timer.cancel()
+            sys.unraisablehook, threading.excepthook = hooks
+            logging.disable(logs)
+            raise _Ended(came[0])
+
+
+def _say_nothing(_: object) -> None:
+    pass
+
+
+def _end_here(code: int) -> None:
+    """End this process and its children, and the process groups that these lead."""
+    try:
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+    finally:
+        os._exit(code)
+
+
+def _children() -> list[int]:
+    """Return the processes that this one has started, where the system tells."""
+    pids: list[int] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # of a thread that has ended
+            pids += map(int, path.read_text(encoding="ascii").split())
+    return pids
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="parcae",
         description="Train with PyTorch Lightning on instances that come and go.",
-        epilog=_EXIT_CODES,
+        epilog=_EXIT_CODES + _MORE_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning-parcae {__version__}")
@@ -232,7 +354,6 @@ def _fault_script(options: argparse.Namespace) -> tuple[FaultScript, int]:
 def _coordinator(options: argparse.Namespace) -> int:
     """Run the membership service in the foreground."""
     import asyncio
-    import logging
 
     from lightning_parcae.control.transport import check_bind_host, load_secret, parse_address
 
@@ -258,7 +379,6 @@ def _coordinator(options: argparse.Namespace) -> int:
 async def _serve(options: argparse.Namespace, run_dir: Path, secret: bytes, secret_path: Path | None) -> int:
     """Run the service until its job is over, or a signal ends it."""
     import asyncio
-    import signal
 
     from lightning_parcae.control.service import Service
     from lightning_parcae.control.transport import parse_address

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from lightning_parcae.availability.trace import AvailabilityTrace
     from lightning_parcae.simulation.forecasts import TraceForecasts
 
 _DEFAULT = "last_value,events,arima,auto"
@@ -48,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--horizon", type=int, default=12, metavar="N", help="intervals ahead (default 12)")
     command.add_argument(
-        "--interval", type=float, default=60.0, metavar="S", help="seconds of an interval (default 60)"
+        "--interval", type=float, default=60.0, metavar="S", help="seconds of an interval, 1 to 86400 (default 60)"
     )
     command.add_argument("--first", type=int, default=12, metavar="N", help="intervals known at first (default 12)")
     command.add_argument("--stride", type=int, metavar="K", help="ask every K intervals (default: about 200 times)")
@@ -69,17 +68,22 @@ def run(options: argparse.Namespace) -> int:
         OSError: If a file cannot be read or written.
     """
     from lightning_parcae.simulation.compare import read_traces
+    from lightning_parcae.simulation.forecast_plots import plot_forecasts
     from lightning_parcae.simulation.forecasts import compare_forecasters, known_forecasters
-    from lightning_parcae.simulation.plots import check_figure_path
+    from lightning_parcae.simulation.outputs import check_outputs
+    from lightning_parcae.simulation.plots import check_figure_path, save_figure
     from lightning_parcae.simulation.tables import terminal
 
     forecasters = known_forecasters(options.forecaster)
     prints_json = options.json == Path("-")
     if options.plot is not None:
         check_figure_path(options.plot)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"there is no directory {options.json.parent} to write {options.json.name} to")
-    traces = read_traces(options.trace, segment=options.segment, interval_s=options.interval)
+    plots = _plot_paths(options.plot, len(options.trace))
+    files = [("--plot", path) for path in plots]
+    if options.json is not None and not prints_json:
+        files.insert(0, ("--json", options.json))
+    check_outputs(files, inputs=options.trace)
+    traces = read_traces(options.trace, segment=options.segment)
     with _progress_bar("forecasting", terminal(stderr=True)) as progress:
         compared = compare_forecasters(
             traces,
@@ -101,9 +105,9 @@ def run(options: argparse.Namespace) -> int:
         if options.json is not None:
             options.json.write_text(text + "\n", encoding="utf-8")
             console.print(f"written: {options.json}", soft_wrap=True)
-    if options.plot is not None:
-        for path in _plot(compared, traces, options.plot):
-            console.print(f"written: {path}", soft_wrap=True)
+    for one, trace, path in zip(compared, traces, plots, strict=False):  # there may be no plots
+        save_figure(plot_forecasts(one, trace), path)
+        console.print(f"written: {path}", soft_wrap=True)
     return 0
 
 
@@ -162,17 +166,11 @@ def explained(compared: TraceForecasts) -> list[str]:
     return lines
 
 
-def _plot(compared: Sequence[TraceForecasts], traces: Sequence[AvailabilityTrace], path: Path) -> list[Path]:
-    """Write a figure for each trace; with several, their number is part of the file's name."""
-    from lightning_parcae.simulation.forecast_plots import plot_forecasts
-    from lightning_parcae.simulation.plots import save_figure
-
-    paths = []
-    for number, (one, trace) in enumerate(zip(compared, traces, strict=True), start=1):
-        name = path if len(traces) == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
-        save_figure(plot_forecasts(one, trace), name)
-        paths.append(name)
-    return paths
+def _plot_paths(path: Path | None, num_traces: int) -> list[Path]:
+    """Return the file of each trace's figure; with several traces, their number is part of its name."""
+    if path is None or num_traces == 1:
+        return [] if path is None else [path]
+    return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, num_traces + 1)]
 
 
 @contextmanager

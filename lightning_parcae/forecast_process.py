@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -69,6 +70,9 @@ class ForecastProcess:
                 self._end()
                 log.warning("the process that fits ARIMA models failed: %s; a simpler fit takes its place", error)
                 raise OSError(f"the forecast process failed: {error}") from error
+            except BaseException:  # Ctrl-C; the answer that is still to come must not be taken for another's
+                self._end()
+                raise
 
     def close(self) -> None:
         """End the helper."""
@@ -77,12 +81,17 @@ class ForecastProcess:
 
     def _ask(self, question: dict[str, Any]) -> Any:
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            # The helper starts with SIGINT blocked: Ctrl-C in the terminal is for its parent, whose end it notices.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self._finalizer = weakref.finalize(self, _end, self._process)
         process = self._process
         assert process.stdin is not None and process.stdout is not None

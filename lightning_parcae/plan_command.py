@@ -40,6 +40,8 @@ _NEARBY = 8
 _GIB = 2**30
 _MOST_INSTANCES = 100_000
 _DEFAULT_INSTANCES = 8
+_MOST_AHEAD = 1_000
+_LATEST_S = 86_400.0
 _EPILOG = """\
 examples:
   parcae plan --profile gpt-1.5b --instances 20
@@ -75,7 +77,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     how = command.add_argument_group("how")
     how.add_argument("--policy", choices=("liveput", "reactive", "fixed"), default="liveput")
-    how.add_argument("--horizon", type=int, metavar="N", help="intervals to look ahead (default: many)")
+    how.add_argument("--horizon", type=int, metavar="N", help="intervals to look ahead, 1 to 1000 (default: many)")
     how.add_argument("--forecaster", choices=("auto", "events", "last_value"), default="auto")
     command.add_argument("--all", action="store_true", help=f"show all configurations, not the best {_SHOWN}")
     command.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -179,7 +181,8 @@ def run(options: argparse.Namespace) -> int:
     except JobFailedError as error:  # of the script
         print(f"parcae plan: {error}", file=sys.stderr)
         return error.exit_code
-    report = make_report(workload, options)
+    with terminal(stderr=True).status("planning"):  # many configurations take seconds
+        report = make_report(workload, options)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -201,6 +204,8 @@ def _workload(options: argparse.Namespace) -> Workload:
         )
     if "--instances" in words[1:]:
         raise ValueError("--instances stands after the script and would be the script's: options come before it")
+    if words and options.model is not None:
+        raise ValueError(f"--model {options.model} is for a profile file: a script has one model")
     if not words:
         workload = read_workload(options.profile, model=options.model)
     else:
@@ -242,6 +247,8 @@ def parse_history(text: str) -> tuple[int, ...]:
     """
     from lightning_parcae.simulation.workload import read_trace
 
+    if not text.strip():
+        raise ValueError("--history is empty: give the instances of each past minute (20,20,18), or a trace")
     if re.fullmatch(r"[\d\s,]*\d[\d\s,]*", text):
         counts = tuple(int(word) for word in text.split(",") if word.strip())
         if max(counts) > _MOST_INSTANCES:
@@ -249,21 +256,28 @@ def parse_history(text: str) -> tuple[int, ...]:
                 f"a history of {max(counts)} instances: the most that is planned for are {_MOST_INSTANCES}"
             )
         return counts
-    return tuple(int(count) for count in read_trace(text, interval_s=_INTERVAL_S).resample(_INTERVAL_S))
+    return tuple(int(count) for count in read_trace(text).resample(_INTERVAL_S))
 
 
 def parse_coming(words: Sequence[str]) -> tuple[tuple[int, float], ...]:
     """Return ``(instances, seconds)`` of each ``K@S``.
 
     Raises:
-        ValueError: If one is no such thing.
+        ValueError: If one is no such thing, or they are more or later than is planned for.
     """
-    found = []
+    found: list[tuple[int, float]] = []
     for word in words:
         match = re.fullmatch(r"(\d+)@(\d+(?:\.\d*)?)", word.strip())
         if match is None:
             raise ValueError(f"instances that come or go are K@S, such as 2@90 for two in 90 seconds; got {word!r}")
-        found.append((int(match[1]), float(match[2])))
+        # More digits than that are too many, and Python refuses to read thousands of them.
+        count, seconds = int(match[1][:9]), float(match[2])
+        if sum(known for known, _ in found) + count > _MOST_INSTANCES or seconds > _LATEST_S:
+            raise ValueError(
+                f"planned is for at most {_MOST_INSTANCES} instances that come or go, within {_LATEST_S:g} s; got "
+                f"{word!r}"
+            )
+        found.append((count, seconds))
     return tuple(found)
 
 
@@ -282,6 +296,8 @@ def make_report(workload: Workload, options: argparse.Namespace) -> PlanReport:
     from lightning_parcae.simulation.job import JobSettings, describe
 
     now: int = options.instances
+    if options.horizon is not None and not 1 <= options.horizon <= _MOST_AHEAD:
+        raise ValueError(f"--horizon should be 1 to {_MOST_AHEAD} intervals, got {options.horizon}")
     notices, joining = parse_coming(options.notice), parse_coming(options.joining)
     leaving, coming = (sum(count for count, _ in known) for known in (notices, joining))
     past = parse_history(options.history) if options.history is not None else ()
@@ -302,12 +318,12 @@ def make_report(workload: Workload, options: argparse.Namespace) -> PlanReport:
     _, model = describe(workload, JobSettings(), max(most + room, smallest))
     running = parse_config(options.running) if options.running is not None else lookup(model.start_table, now)
     if running is not None and (running.num_instances > now or workload.profile.samples_per_s(running) <= 0):
-        raise ValueError(f"{running} cannot run on {now} instances with the profile {workload.name}")
+        raise ValueError(f"{running} cannot run on {_instances(now)} with the profile {workload.name}")
     history = _history(past, now, running, notices, joining)
     loss, forecast_by = _losses(options.forecaster, history, most, notices)
     rows = _rows(workload, model, now, loss)
     if running is None:
-        reason = f"wait: {now} instances, the smallest configuration needs {smallest}"
+        reason = f"wait: {_instances(now)}, the smallest configuration needs {smallest}"
         return PlanReport(workload, now, leaving, None, (), None, reason, model.start_table, forecast_by, 0.0, None)
     if options.policy == "fixed":
         reason = f"{running}: policy fixed keeps the table that the job starts with"
@@ -425,15 +441,17 @@ def _rows(workload: Workload, model: JobModel, num_instances: int, losses: Seque
 def _show(report: PlanReport, console: Console, *, show_all: bool) -> None:
     from rich.padding import Padding
 
-    console.print(f"{report.workload.name} on {report.num_instances} instances", style="bold")
+    console.print(f"{report.workload.name} on {_instances(report.num_instances)}", style="bold")
     if report.rows:
-        console.print("", _config_table(report, show_all=show_all), "", sep="\n")
+        console.print()
+        for table in _config_tables(report, console.width, show_all=show_all):
+            console.print(table, "", sep="\n")
     left = len(report.rows) - _SHOWN
     if left > 0 and not show_all:
         console.print(f"{left} more with --all", style="dim")
     chosen = "wait" if report.chosen is None else f"run {report.chosen}"
     if report.num_leaving:
-        chosen += f" on the {report.num_instances - report.num_leaving} instances without a notice"
+        chosen += f" on the {_instances(report.num_instances - report.num_leaving)} without a notice"
     console.print(f"plan: {chosen}", style="bold")
     said = [report.reason]
     if report.expected_samples_per_s is not None:
@@ -449,43 +467,30 @@ def _show(report: PlanReport, console: Console, *, show_all: bool) -> None:
     )
 
 
-def _config_table(report: PlanReport, *, show_all: bool) -> Table:
-    from rich import box
-    from rich.table import Table
+def _instances(count: int) -> str:
+    return f"{count} instance{'' if count == 1 else 's'}"
 
+
+def _config_tables(report: PlanReport, width: int, *, show_all: bool) -> list[Table]:
+    from lightning_parcae.simulation.tables import Column, fitting_tables
     from lightning_parcae.timeline import describe_bytes
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     rows = report.rows if show_all else report.rows[:_SHOWN]
-    has_memory = any(row.memory_bytes is not None for row in rows)
-    titles = [
-        "rank",
-        "D x P",
-        "instances",
-        "samples/s",
-        "step",
-        *(["memory", "bubble"] if has_memory else []),
-        "liveput",
+    size = max(len(str(row.config)) for row in rows)
+    names = [f"{rank:>4}  {row.config!s:>{max(size, 5)}}" for rank, row in enumerate(rows, start=1)]
+    columns: list[Column] = [
+        ("instances", [str(row.config.num_instances) for row in rows]),
+        ("samples/s", [f"{row.samples_per_s:.4g}" for row in rows]),
+        ("step", [_describe_seconds(row.step_s) for row in rows]),
     ]
-    for title in (*titles, ""):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for rank, row in enumerate(rows, start=1):
-        details = [describe_bytes(round(row.memory_bytes)), f"{row.bubble:.1%}"] if row.memory_bytes is not None else []
-        marks = [
-            word for word, config in (("runs", report.running), ("planned", report.chosen)) if config == row.config
-        ]
-        table.add_row(
-            str(rank),
-            str(row.config),
-            str(row.config.num_instances),
-            f"{row.samples_per_s:.4g}",
-            _describe_seconds(row.step_s),
-            *details,
-            f"{row.liveput:.4g}",
-            ", ".join(marks),
-            style="bold" if row.config == report.chosen else None,
-        )
-    return table
+    if any(row.memory_bytes is not None for row in rows):
+        columns.append(("memory", [describe_bytes(round(row.memory_bytes or 0)) for row in rows]))
+        columns.append(("bubble", [f"{row.bubble:.1%}" for row in rows]))
+    columns.append(("liveput", [f"{row.liveput:.4g}" for row in rows]))
+    marks = [("runs", report.running), ("planned", report.chosen)]
+    columns.append(("", [", ".join(word for word, config in marks if config == row.config) for row in rows]))
+    styles = ["bold" if row.config == report.chosen else None for row in rows]
+    return fitting_tables(f"rank  {'D x P':>{max(size, 5)}}", names, columns, width, styles=styles)
 
 
 def _describe_seconds(seconds: float) -> str:

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING
 
 from lightning_parcae.control.link import LinkServer, measure_link
 from lightning_parcae.control.transport import load_secret
-from lightning_parcae.errors import JobFailedError, PlanError
+from lightning_parcae.errors import JobFailedError, ParcaeError, PlanError
 from lightning_parcae.planning.job_profile import LinkSpeed
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.profile import LayerCost, ModelProfile
 from lightning_parcae.planning.script_report import REPORT_VARIABLE, STEPS_VARIABLE, ScriptReport
 from lightning_parcae.processes import ChildProcess, describe_exit
+from lightning_parcae.simulation.outputs import check_outputs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +50,8 @@ _EPILOG = """\
 Options come before the script; what follows it is the script's. With --link, the other host runs
 `parcae profile --serve-link HOST:PORT`, and both have the same PARCAE_SECRET_FILE (or PARCAE_SECRET).
 
-exit codes: 0 measured, 1 the script failed (traceback shown), 2 it cannot be measured, or wrong usage, 130 interrupted
+exit codes: 0 measured, 1 the script failed (traceback shown), 2 it cannot be measured, or wrong usage, 130 interrupted,
+            141 nobody reads the output any more, 143 ended by SIGTERM
 """
 
 
@@ -83,9 +85,9 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
-    from rich.console import Console
+    from lightning_parcae.simulation.tables import terminal
 
-    console = Console()
+    console = terminal()
     if options.serve_link is not None:
         if options.script:
             raise ValueError("--serve-link measures no script; leave the script out")
@@ -100,10 +102,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("what shall be measured? Give a script: parcae profile train.py")
     script, *arguments = options.script
     output: Path = options.output
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"{output} cannot be written: there is no directory {output.absolute().parent}")
-    if not Path(script).is_file():
-        raise PlanError(f"there is no script {script}")
+    check_outputs([("-o", output)], inputs=[script])
+    _check_script(script)
     link, where = measure_links(options.link or ())
     say = partial(console.print, highlight=False, soft_wrap=True)
     say(f"measuring {script} on this machine, as one instance; nothing of this run is kept")
@@ -142,6 +142,7 @@ def measure_script(
         JobFailedError: If the script fails; the message holds what it said last.
         PlanError: If it cannot be measured.
     """
+    _check_script(str(script))
     link, where = measure_links(links)
     report = run_script(script, arguments, timeout_s=timeout_s, num_steps=num_steps)
     return complete(report, link, where=where, memory_gib=memory_gib)
@@ -152,8 +153,7 @@ def measure_script(
 
 def run_script(script: Path, arguments: Sequence[str], *, timeout_s: float, num_steps: int) -> ScriptReport:
     """Run a script until it is measured, and end it; raises as :func:`measure_script`."""
-    if not script.is_file():
-        raise PlanError(f"there is no script {script}")
+    _check_script(str(script))
     with tempfile.TemporaryDirectory(prefix="parcae-profile-") as folder:
         report_path, log_path = Path(folder) / "report.json", Path(folder) / "log"
         environ = _environment(report_path, num_steps)
@@ -172,7 +172,9 @@ def run_script(script: Path, arguments: Sequence[str], *, timeout_s: float, num_
     if not ended:
         raise PlanError(f"{script} was not measured within {timeout_s:g} s: {_how_far(report)}. Raise --timeout")
     if child.exit_code:
-        raise JobFailedError(f"{_last_words(text)}\n{script} {describe_exit(child.exit_code)}: {_how_far(report)}")
+        how = f"{script} {describe_exit(child.exit_code)} {_before(report)}"
+        said = _last_words(text)
+        raise JobFailedError(f"{how}; it said last:\n{said}" if said else f"{how}; it said nothing")
     raise PlanError(f"{script} ended without being measured: {_how_far(report)}")
 
 
@@ -211,6 +213,24 @@ def _how_far(report: ScriptReport) -> str:
     }[report.reached]
 
 
+def _before(report: ScriptReport) -> str:
+    """Return how far a script came that has ended with an error; what to change it has said itself."""
+    return {
+        "nothing": "before it made a Trainer with a ParcaeStrategy",
+        "strategy": "after it made a ParcaeStrategy, before the set-up of fit",
+        "fit": "in the set-up of fit, before a layer was measured",
+        "layers": "in its first steps",
+        "steps": "after its last step",
+    }[report.reached]
+
+
+def _check_script(script: str) -> None:
+    if script and Path(script).is_dir():
+        raise PlanError(f"{script} is a directory, not a script; name the file, such as {Path(script) / 'train.py'}")
+    if not script or not Path(script).is_file():
+        raise PlanError(f"there is no script {script!r}")
+
+
 def _last_words(text: str) -> str:
     """Return the last traceback of a log, or its last lines if there is none."""
     lines = text.splitlines()
@@ -246,9 +266,21 @@ def measure_links(addresses: Sequence[str], environ: Mapping[str, str] | None = 
     environ = os.environ if environ is None else environ
     if not addresses:
         return _measure_loopback(environ), LOOPBACK
-    found = [measure_link(address, load_secret(environ)) for address in addresses]
+    found = [_measure_link(address, load_secret(environ)) for address in addresses]
     speed = LinkSpeed(max(link.latency_s for link in found), min(link.bytes_per_s for link in found))
     return speed, ", ".join(addresses)
+
+
+def _measure_link(address: str, secret: bytes) -> LinkSpeed:
+    try:
+        return measure_link(address, secret)
+    except ValueError as error:
+        raise PlanError(f"--link {address}: {error}") from error
+    except (OSError, ParcaeError) as error:
+        why = str(error).removeprefix(f"{address}: ")
+        raise PlanError(
+            f"--link {address}: {why}; does `parcae profile --serve-link` run there, with the same secret?"
+        ) from error
 
 
 def _measure_loopback(environ: Mapping[str, str]) -> LinkSpeed:
@@ -275,19 +307,19 @@ def _measure_loopback(environ: Mapping[str, str]) -> LinkSpeed:
 
 def show(console: Console, report: ScriptReport, where: str) -> None:
     """Print the layers, the step and the link."""
-    from rich.table import Table
+    from lightning_parcae.simulation.tables import fitting_tables
 
     profile = report.profile
     assert profile is not None
-    table = Table(title=f"{profile.name}: one micro-batch", title_justify="left")
-    table.add_column("layer")
-    for header in ("forward\nms", "backward\nms", "weights\nMiB", "state\nMiB", "activations\nMiB", "output\nMiB"):
-        table.add_column(header, justify="right")
-    for index, (name, layer) in enumerate(zip(report.layer_names, profile.layers, strict=True)):
-        table.add_row(f"{index} {name}", *_cells(layer))
-    table.add_section()
-    table.add_row("all", *_cells(_sum(profile.layers)), style="bold")
-    console.print(table)
+    names = [f"{index} {name}" for index, name in enumerate(report.layer_names)]
+    cells = [_cells(layer) for layer in (*profile.layers, _sum(profile.layers))]
+    titles = ("forward\nms", "backward\nms", "weights\nMiB", "state\nMiB", "activations\nMiB", "output\nMiB")
+    columns = list(zip(titles, zip(*cells, strict=True), strict=True))
+    styles = [*(None for _ in names), "bold"]
+    console.print(f"{profile.name}: one micro-batch", style="bold", highlight=False, soft_wrap=True)
+    for table in fitting_tables("layer", [*names, "all"], columns, console.width, styles=styles):
+        console.print("", table, sep="\n")
+    console.print()
     for line in _remarks(report, where):
         console.print(line, highlight=False, soft_wrap=True)
 

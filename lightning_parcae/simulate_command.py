@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from lightning_parcae.availability.trace import AvailabilityTrace
-    from lightning_parcae.simulation.result import Comparison, Prices
+    from lightning_parcae.simulation.result import Prices
 
 #: Always simulated: what the others are measured against.
 _YARDSTICKS = ("ondemand", "bound")
@@ -27,6 +26,8 @@ _DEFAULT = "liveput,reactive,checkpoint"
 _BAR_AFTER_S = 1.0
 # More instances than an example needs.
 _MANY = 1000
+_MOST_SEEDS = 10_000
+_MOST_WORKERS = 1_000
 
 _EPILOG = """\
 examples:
@@ -57,19 +58,33 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "interval, pauses as the reference system prices them",
     )  # fmt: skip
     how.add_argument("--notice", type=float, default=0.0, metavar="S", help="warning before a preemption (default 0)")
-    how.add_argument("--interval", type=float, default=60.0, metavar="S", help="seconds between plans (default 60)")
-    how.add_argument("--horizon", type=int, metavar="N", help="intervals that a plan looks ahead (default: many)")
+    how.add_argument(
+        "--interval", type=float, default=60.0, metavar="S",
+        help="seconds between plans, 1 to 86400 (default 60). Traces are read alike whatever it is: one row a minute "
+        "where rows have no time, and the last row holds for a minute where the file does not say when it ends",
+    )  # fmt: skip
+    how.add_argument(
+        "--horizon", type=int, metavar="N", help="intervals that a plan looks ahead, 1 to 1000 (default: many)"
+    )
     how.add_argument("--forecaster", choices=("auto", "events", "arima", "last_value"), default="auto")
-    how.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds to run where chance plays a part")
+    how.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="seeds to run where chance plays a part (default 1)"
+    )
     how.add_argument(
         "--bootstrap", action="store_true",
         help="simulate, for each seed, a trace made of half-hour blocks of the given one's changes",
     )  # fmt: skip
     how.add_argument("--seed", type=int, default=0, metavar="SEED", help="the first seed (default 0)")
     how.add_argument("--warm-up", type=float, metavar="S", help="how long a joiner warms up before it can train")
-    how.add_argument("--failure-timeout", type=float, metavar="S", help="how long a silent instance counts as alive")
     how.add_argument(
-        "--term", action="append", default=[], metavar="NAME=VALUE", help="another term of migrations, see --list"
+        "--failure-timeout", type=float, metavar="S", help="how long a silent instance counts as alive, at least 0.1"
+    )
+    how.add_argument(
+        "--term",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another term of migrations, see --list; yes or no is 1 or 0",
     )
     how.add_argument("--workers", type=int, metavar="N", help="processes (default: all cores)")
     out = command.add_argument_group("what comes out")
@@ -85,8 +100,9 @@ def run(options: argparse.Namespace) -> int:
         ValueError: If an option, a trace or a profile makes no sense.
         OSError: If a file cannot be read or written.
     """
-    from lightning_parcae.simulation.compare import chosen_policies, known_policies, read_traces, simulate
-    from lightning_parcae.simulation.plots import check_figure_path
+    from lightning_parcae.simulation.compare import chosen_policies, known_policies, read_traces, resampled, simulate
+    from lightning_parcae.simulation.outputs import check_outputs
+    from lightning_parcae.simulation.plots import check_figure_path, plot_comparison, save_figure
     from lightning_parcae.simulation.tables import show, terminal
 
     if options.list:
@@ -94,38 +110,37 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.trace or not options.profile:
         raise ValueError("what shall be simulated? Give --trace and --profile; --list shows the examples there are")
-    if options.seeds < 1:
-        raise ValueError(f"--seeds should be at least 1, got {options.seeds}")
+    _check_numbers(options)
     known = known_policies(options.accounting)
     policies = (*chosen_policies(options.policy, options.accounting), *(name for name in _YARDSTICKS if name in known))
     prices = None if options.price is None else parse_prices(options.price)
     terms = _terms(options)
     if options.plot is not None:
         check_figure_path(options.plot)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"there is no directory {options.json.parent} to write {options.json.name} to")
-    traces = read_traces(options.trace, segment=options.segment, interval_s=options.interval)
-    try:
-        with _progress_bar("simulating", terminal(stderr=True)) as progress:
-            comparison = simulate(
-                traces,
-                options.profile,
-                policies=policies,
-                accounting=options.accounting,
-                bootstrap=options.bootstrap,
-                seeds=range(options.seed, options.seed + options.seeds),
-                notice_s=options.notice,
-                prices=prices,
-                interval_s=options.interval,
-                horizon=options.horizon,
-                forecaster=options.forecaster,
-                model=options.model,
-                workers=options.workers,
-                progress=progress,
-                **terms,
-            )
-    except TypeError as error:  # an unknown term
-        raise ValueError(str(error)) from error
+    plots = _plot_paths(options)
+    files = [("--plot", path) for path in plots]
+    if options.json is not None and options.json != Path("-"):
+        files.insert(0, ("--json", options.json))
+    check_outputs(files, inputs=(*options.trace, options.profile))
+    traces = read_traces(options.trace, segment=options.segment)
+    with _progress_bar("simulating", terminal(stderr=True)) as progress:
+        comparison = simulate(
+            traces,
+            options.profile,
+            policies=policies,
+            accounting=options.accounting,
+            bootstrap=options.bootstrap,
+            seeds=range(options.seed, options.seed + options.seeds),
+            notice_s=options.notice,
+            prices=prices,
+            interval_s=options.interval,
+            horizon=options.horizon,
+            forecaster=options.forecaster,
+            model=options.model,
+            workers=options.workers,
+            progress=progress,
+            **terms,
+        )
     if options.json == Path("-"):
         print(json.dumps(comparison.to_json(), indent=1))
         return 0
@@ -136,9 +151,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(comparison.to_json(), indent=1) + "\n", encoding="utf-8")
         console.print(f"written: {options.json}", soft_wrap=True)
-    if options.plot is not None:
-        for path in _plot(comparison, traces, options):
-            console.print(f"written: {path}", soft_wrap=True)
+    for trace, path in zip(traces, plots, strict=False):  # no paths, no figures
+        drawn = resampled(trace, seed=options.seed) if options.bootstrap else trace
+        save_figure(plot_comparison(comparison, drawn), path)
+        console.print(f"written: {path}", soft_wrap=True)
     return 0
 
 
@@ -161,35 +177,70 @@ def parse_prices(text: str) -> Prices:
     return Prices(spot=values[0], on_demand=values[-1])
 
 
+def _check_numbers(options: argparse.Namespace) -> None:
+    from lightning_parcae.simulation.compare import INTERVAL_S, LEAST_FAILURE_TIMEOUT_S, MOST_INTERVALS_AHEAD
+
+    limits: tuple[tuple[str, float | None, float, float], ...] = (
+        ("--notice", options.notice, 0, 86400),
+        ("--interval", options.interval, *INTERVAL_S),
+        ("--horizon", options.horizon, 1, MOST_INTERVALS_AHEAD),
+        ("--seeds", options.seeds, 1, _MOST_SEEDS),
+        ("--seed", options.seed, 0, 2**31),
+        ("--warm-up", options.warm_up, 0, 86400),
+        ("--failure-timeout", options.failure_timeout, LEAST_FAILURE_TIMEOUT_S, 86400),
+        ("--workers", options.workers, 1, _MOST_WORKERS),
+    )
+    for option, value, least, most in limits:
+        if value is not None and not least <= value <= most:  # nan too
+            raise ValueError(f"{option} should be {least:.12g} to {most:.12g}, got {value:g}")
+
+
 def _terms(options: argparse.Namespace) -> dict[str, Any]:
+    from lightning_parcae.simulation.compare import check_terms
+
     terms: dict[str, Any] = {}
     for word in options.term:
         name, _, value = word.partition("=")
+        name = name.strip().replace("-", "_")
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(f"a term is NAME=VALUE with a number, such as bytes_per_s=1e9; got {word!r}") from None
-        terms[name.strip().replace("-", "_")] = int(number) if value.strip().isdigit() else number
-    for name, given in (("warm_up_s", options.warm_up), ("failure_timeout_s", options.failure_timeout)):
-        if given is not None:
-            terms[name] = given
+            raise ValueError(
+                f"--term: a term is NAME=VALUE with a number, such as bytes_per_s=1e9; got {word!r}"
+            ) from None
+        if name in terms:
+            raise ValueError(f"--term {name} is given twice")
+        terms[name] = int(number) if value.strip().isdigit() else number
+    try:
+        check_terms(terms, options.accounting)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--term: {error}") from error
+    for option, name, given in (
+        ("--warm-up", "warm_up_s", options.warm_up),
+        ("--failure-timeout", "failure_timeout_s", options.failure_timeout),
+    ):
+        if given is None:
+            continue
+        if options.accounting != "job":
+            raise ValueError(
+                f"{option} is for the job accounting: the {options.accounting} accounting has no such time"
+            )
+        if name in terms:
+            raise ValueError(f"{option} and --term {name} say the same: give one of them")
+        terms[name] = given
     return terms
 
 
-def _plot(comparison: Comparison, traces: Sequence[AvailabilityTrace], options: argparse.Namespace) -> list[Path]:
-    """Write a figure for each trace; with several, the trace is part of the file's name."""
-    from lightning_parcae.simulation.compare import resampled
-    from lightning_parcae.simulation.plots import plot_comparison, save_figure
-
+def _plot_paths(options: argparse.Namespace) -> list[Path]:
+    """Return where to write the figure of each trace; with several, the trace is part of the file's name."""
+    plot: Path | None = options.plot
+    if plot is None or len(options.trace) == 1:
+        return [] if plot is None else [plot]
     paths: list[Path] = []
-    for number, (trace, name) in enumerate(zip(traces, options.trace, strict=True), start=1):
-        path: Path = options.plot
-        if len(traces) > 1:
-            path = path.with_name(f"{path.stem}-{Path(name).stem}{path.suffix}")
+    for number, name in enumerate(options.trace, start=1):
+        path = plot.with_name(f"{plot.stem}-{Path(name).stem}{plot.suffix}")
         if path in paths:  # files of one name in several directories
             path = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        drawn = resampled(trace, seed=options.seed, interval_s=options.interval) if options.bootstrap else trace
-        save_figure(plot_comparison(comparison, drawn), path)
         paths.append(path)
     return paths
 

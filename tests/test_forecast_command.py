@@ -119,12 +119,21 @@ def test_a_band_is_what_was_forecast_then() -> None:
     ]
 
 
+def test_a_trace_of_too_many_intervals_is_refused() -> None:
+    trace = AvailabilityTrace.from_counts([3, 2], interval_s=60_000.0)
+    with pytest.raises(ValueError, match="120000 intervals of 1 s are more than 100000: take longer intervals, or a s"):
+        compare_forecasters([trace], "events", interval_s=1.0)
+
+
 def test_every_forecaster_can_be_asked() -> None:
     assert known_forecasters("all") == tuple(FORECASTERS)
     assert known_forecasters("events, last_value") == ("last_value", "events")
     trace = AvailabilityTrace.from_counts([8, 7, 8, 6, 7, 8, 8, 5, 6, 7, 8, 8, 6, 7, 5, 6])
     (one,) = compare_forecasters([trace], "all", horizon=2, workers=1)
     assert {test.key for test in one.tests} == set(FORECASTERS)
+    names = {test.key: test.result.name for test in one.tests}
+    assert len(set(names.values())) == len(names)
+    assert (names["auto"], names["auto_with_arima"]) == ("chooser", "chooser with ARIMA")
     assert [test.result.skill for test in one.tests] == sorted((test.result.skill for test in one.tests), reverse=True)
 
 
@@ -140,12 +149,19 @@ def test_every_forecaster_can_be_asked() -> None:
         (["--trace", "aws-p3", "--first", "0"], "first should be at least 1, got 0"),
         (["--trace", "aws-p3", "--stride", "-1"], "stride should be at least 1, got -1"),
         (["--trace", "aws-p3", "--workers", "0"], "workers should be at least 1, got 0"),
-        (["--trace", "aws-p3", "--interval", "0"], "an interval must be above 0 s"),
-        (["--trace", "aws-p3", "--interval", "nan"], "an interval must be above 0 s"),
+        (["--trace", "aws-p3", "--interval", "0"], "an interval is 1 to 86400 s, got 0"),
+        (["--trace", "aws-p3", "--interval", "nan"], "an interval is 1 to 86400 s, got nan"),
+        (["--trace", "aws-p3", "--segment", ":1h", "--interval", "1e-3"], "an interval is 1 to 86400 s, got 0.001"),
+        (["--trace", "aws-p3", "--interval", "1e5"], "an interval is 1 to 86400 s, got 100000"),
         (["--trace", "aws-p3", "--segment", "1h"], "no part of a trace: '1h'"),
         (["--trace", "aws-p3", "--segment", "0h:30h"], "cannot cut"),
         (["--trace", "aws-p3", "--plot", "out.gif"], "a plot is written as .png, .pdf, .svg"),
         (["--trace", "aws-p3", "--json", "no/such/out.json"], "there is no directory no/such"),
+        (["--trace", "aws-p3", "gcp-v100", "--plot", "no/such/out.png"], "there is no directory no/such"),
+        (
+            ["--trace", "aws-p3", "--json", "x.svg", "--plot", "x.svg"],
+            "--json and --plot would both be written to x.svg",
+        ),
         (
             ["--trace", "aws-p3", "--segment", "0m:20m"],
             "12 intervals ahead, after the first 12, needs 24 intervals; the trace has 20 of 60 s; "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from lightning_parcae import forecast_process
 from lightning_parcae.availability.arima import ArimaForecaster
 from lightning_parcae.availability.forecast import NOTHING
 from lightning_parcae.forecast_process import ForecastProcess
@@ -23,6 +26,11 @@ def test_forecasts_come_from_the_helper() -> None:
     try:
         forecaster = process.arima((1, 1, 0))
         found = forecaster.forecast(COUNTS, horizon=3, capacity=8)
+        # Ctrl-C in the terminal reaches the helper too.
+        assert process._process is not None
+        process._process.send_signal(signal.SIGINT)
+        assert forecaster.forecast(COUNTS, horizon=3, capacity=8) == found
+        assert process._process is not None and process._process.poll() is None
     finally:
         process.close()
     assert found.by == forecaster.name == "ARIMA(1,1,0)"
@@ -41,6 +49,21 @@ def test_a_helper_that_dies_is_replaced_by_the_built_in_fit_and_one_warning(
             assert forecaster.forecast(COUNTS, horizon=2, capacity=8).laws == expected
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "a simpler fit takes its place" in caplog.text
+
+
+def test_an_answer_that_was_not_waited_for_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+    code = "import sys\nfor line in sys.stdin: sys.stdout.write(line); sys.stdout.flush()"
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", code], **options))
+    process = ForecastProcess()
+    try:
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(forecast_process, "_read_line", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                process.ask({"question": 1})
+        assert process.ask({"question": 2}) == {"question": 2}
+    finally:
+        process.close()
 
 
 def test_a_helper_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lightning_parcae import plan_command, profile_command
 from lightning_parcae.cli import main
@@ -62,7 +64,8 @@ def test_every_number_of_instances_has_a_plan(gpt: Workload, policy: str) -> Non
         found = report(gpt, "--instances", str(count), "--policy", policy)
         if count < 6:
             assert found.chosen is None and found.rows == ()
-            assert found.reason == f"wait: {count} instances, the smallest configuration needs 6"
+            number = "1 instance" if count == 1 else f"{count} instances"
+            assert found.reason == f"wait: {number}, the smallest configuration needs 6"
         else:
             assert found.chosen is not None and found.chosen.num_instances <= count
             assert found.chosen in [row.config for row in found.rows]
@@ -123,6 +126,20 @@ def ranks(text: str) -> list[int]:
     """Return the ranks that a printed table shows."""
     rows = [line.split() for line in text.splitlines()]
     return [int(row[0]) for row in rows if len(row) >= 6 and row[0].isdigit() and "x" in row[1]]
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_nothing_is_cut_on_narrow_terminals(width: int) -> None:
+    workload = Workload("toy", MODEL, (LAYER.state_bytes,) * 6, {}, MODEL.num_samples)
+    stream = io.StringIO()
+    found = report(workload, "--instances", "12", "--running", "2x6")
+    plan_command._show(found, Console(file=stream, width=width), show_all=False)
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "\u2026" not in text
+    for title in ("rank", "instances", "samples/s", "step", "memory", "bubble", "liveput", "runs"):
+        assert title in text
+    for row in found.rows[:15]:
+        assert f"{row.samples_per_s:.4g}" in text and f"{row.liveput:.4g}" in text and f"{row.bubble:.1%}" in text
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -202,6 +219,14 @@ def test_a_script_that_fails_ends_with_its_own_code(
         (["--instances", "4", "--profile", "bert", "--history", "7,999999999"], "the most that is planned for"),
         (["--instances", "4", "--profile", "bert", "--memory", "16"], "--memory needs a profile of layers"),
         (["--instances", "4", "--profile", "nothing"], "there is no profile nothing"),
+        (["--profile", "bert", "--history", ""], "--history is empty"),
+        (["--profile", "bert", "--horizon", "0"], "--horizon should be 1 to 1000"),
+        (["--profile", "bert", "--horizon", "1000000"], "--horizon should be 1 to 1000"),
+        (["--profile", "bert", "--joining", "999999999999@3"], "at most 100000 instances that come or go"),
+        (["--profile", "bert", "--joining", "60000@3", "--joining", "60000@3"], "at most 100000 instances"),
+        (["--profile", "bert", "--notice", f"1@{'9' * 400}"], "within 86400 s"),
+        (["--profile", "bert", "--model", "gpt-1.5b"], "no model 'gpt-1.5b': the example bert is a single model"),
+        (["--model", "bert", "train.py"], "--model bert is for a profile file"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -181,9 +184,57 @@ def test_a_script_that_fails_shows_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(JobFailedError) as found:
         measure(script(tmp_path, body))
     lines = str(found.value).splitlines()
-    assert lines[0] == "Traceback (most recent call last):" and "much to say" not in lines
-    assert lines[-2] == "RuntimeError: out of luck" and "ended with exit code 1" in lines[-1]
+    assert "ended with exit code 1 before it made a Trainer with a ParcaeStrategy; it said last:" in lines[0]
+    assert lines[1] == "Traceback (most recent call last):" and "much to say" not in lines
+    assert lines[-1] == "RuntimeError: out of luck"
     assert found.value.exit_code == 1
+
+
+def test_what_ends_early_is_told_first_and_no_advice_is_given_that_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(JobFailedError) as found:
+        measure(script(tmp_path, "sys.exit(3)"))
+    assert str(found.value).endswith(
+        "ended with exit code 3 before it made a Trainer with a ParcaeStrategy; it said nothing"
+    )
+    with pytest.raises(JobFailedError, match="in its first steps; it said last:\nno"):
+        measure(script(tmp_path, "sys.exit('no')", tells=ScriptReport("layers")))
+
+
+def test_a_directory_is_no_script(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is a directory, not a script"):
+        profile_command.run(parsed("-o", str(tmp_path / "p.json"), str(tmp_path)))
+    with pytest.raises(PlanError, match="there is no script ''"):
+        profile_command.run(parsed("-o", str(tmp_path / "p.json"), ""))
+
+
+def test_a_script_is_not_written_over(tmp_path: Path) -> None:
+    path = script(tmp_path, "")
+    with pytest.raises(ValueError, match=r"-o .*train\.py would be written over an input"):
+        profile_command.run(parsed("-o", str(path), str(path)))
+    assert path.read_text().startswith("import os")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("nowhere", "must look like host:port"), ("127.0.0.1:1", "refused"), ("127.0.0.1:99999", "must look like")],
+)
+def test_a_link_that_cannot_be_measured_names_the_address(address: str, message: str) -> None:
+    with pytest.raises(PlanError, match=f"^--link {address}: .*{message}"):
+        profile_command.measure_links([address], {})
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_layers_are_readable_on_narrow_terminals(width: int) -> None:
+    layer = LayerCost(12.345678, 34.567891, parameter_bytes=10**12, state_bytes=3 * 10**12, activation_bytes=10**12)
+    profile = replace(PROFILE, layers=(layer,) * 2)
+    stream = io.StringIO()
+    done = ScriptReport("steps", None, profile, ("TransformerEncoderLayer", "Linear"))
+    profile_command.show(Console(file=stream, width=width), done, "loopback")
+    text = stream.getvalue()
+    table = text.partition("link (")[0]
+    assert "\u2026" not in text and "0 TransformerEncoderLayer" in table
+    for figure in ("12345.678", "69135.782", "953674.316", "2861022.949"):
+        assert figure in table.split()
 
 
 def test_a_script_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lightning_parcae import simulate_command
 from lightning_parcae.cli import main
 
 _PLAIN = ["--workers", "1", "--policy", "liveput"]
+_SOME = ["--trace", "aws-p3", "--profile", "bert"]
 
 
 @pytest.fixture
@@ -113,18 +114,80 @@ def test_the_lists_name_examples_policies_and_terms(capsys: pytest.CaptureFixtur
         (["--trace", "aws-p3", "--profile", "bert", "--json", "nowhere/x"], "there is no directory nowhere"),
         (["--trace", "aws-p3", "--profile", "bert", "--term", "speed"], "a term is NAME=VALUE with a number"),
         (["--trace", "aws-p3", "--profile", "bert", "--term", "speed=1"], "there is no term 'speed'"),
-        (["--trace", "aws-p3", "--profile", "bert", "--seeds", "0"], "--seeds should be at least 1"),
-        (["--trace", "aws-p3", "--profile", "bert", "--workers", "0"], "needed is at least 1 worker"),
-        (["--trace", "aws-p3", "--profile", "bert", "--warm-up", "-1", *_PLAIN], "warm_up_s must be at least 0"),
+        (["--trace", "aws-p3", "--profile", "bert", "--seeds", "0"], "--seeds should be 1 to 10000"),
+        ([*_SOME, "--workers", "0"], "--workers should be 1 to 1000"),
+        ([*_SOME, "--warm-up", "-1"], "--warm-up should be 0 to 86400, got -1"),
+        ([*_SOME, "--seeds", "1000000"], "--seeds should be 1 to 10000"),
+        ([*_SOME, "--seed", "-1"], "--seed should be 0 to"),
+        ([*_SOME, "--interval", "1e308"], "--interval should be 1 to 86400, got 1e+308"),
+        ([*_SOME, "--interval", "nan"], "--interval should be 1 to 86400, got nan"),
+        ([*_SOME, "--horizon", "1001"], "--horizon should be 1 to 1000"),
+        ([*_SOME, "--failure-timeout", "0"], "--failure-timeout should be 0.1 to"),
+        ([*_SOME, "--term", "num_stages=2.5"], "--term: num_stages must be a whole number, got 2.5"),
+        ([*_SOME, "--term", "start_share=2"], "--term: start_share must be a share of 0 to 1"),
+        ([*_SOME, "--term", "restart_always=2"], "--term: restart_always must be 0 or 1"),
+        ([*_SOME, "--term", "bytes_per_s=0"], "--term: bytes_per_s must be above 0"),
+        ([*_SOME, "--term", "build_s=nan"], "--term: build_s must be at least 0, got nan"),
+        ([*_SOME, "--term", "build_s=1", "--term", "build_s=2"], "--term build_s is given twice"),
+        ([*_SOME, "--warm-up", "1", "--term", "warm_up_s=2"], "--warm-up and --term warm_up_s say the same"),
+        ([*_SOME, "--accounting", "reference", "--warm-up", "1"], "--warm-up is for the job accounting"),
+        ([*_SOME, "--model", "gpt-1.5b"], "no model 'gpt-1.5b': the example bert is a single model"),
+        (["--trace", "TRACE", "--profile", "bert", "--json", "TRACE"], "would be written over an input"),
+        (["--trace", "TRACE", "--profile", "bert", "--json", "a.svg", "--plot", "./a.svg"], "both be written"),
+        ([*_SOME, "--json", "/"], "--json / cannot be written: it is a directory"),
+        ([*_SOME, "--json", "/proc/nothing"], "--json /proc/nothing cannot be written"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(
     words: list[str], message: str, trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = Path(trace).read_bytes()
     assert main(["simulate", *(trace if word == "TRACE" else word for word in words)]) == 2
+    assert Path(trace).read_bytes() == before
     out, err = capsys.readouterr()
     assert out == "" and len(err.strip().splitlines()) == 1
     assert err.startswith("parcae simulate: ") and message in err
+
+
+def test_the_planning_interval_does_not_change_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "short.csv"
+    path.write_text("0,20\n30000,18\n")
+    words = ["simulate", "--trace", str(path), "--profile", "bert", "--workers", "1", "--json", "-"]
+    for accounting in ("job", "reference"):
+        for interval in ("20", "86400"):
+            assert main([*words, "--accounting", accounting, "--interval", interval]) == 0
+            runs = json.loads(capsys.readouterr().out)["results"]
+            assert {run["duration_s"] for run in runs} == {90.0}
+            assert {run["spans"][-1][1] for run in runs} == {90.0}
+
+
+@pytest.mark.parametrize("more", [["--policy", "all"], [], ["--policy", "all", "--term", "bytes_per_s=1e9"]])
+def test_the_reference_accounting_takes_any_profile(
+    more: list[str], trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "tiny.json"
+    rates = [[pipelines, stages, 10.0 * pipelines] for pipelines in (1, 2, 4) for stages in (1, 2)]
+    profile.write_text(json.dumps({"format": "lightning_parcae/profile/1", "kind": "table", "name": "tiny",
+                                   "samples_per_s": rates, "layer_bytes": [10**9, 10**9]}))  # fmt: skip
+    words = ["simulate", "--trace", trace, "--profile", str(profile), "--accounting", "reference", "--workers", "1"]
+    assert main([*words, *more]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "checkpoint: processes start in 16.8 s and load their state: not priced with the reference" in text
+
+
+@pytest.mark.parametrize("more", [["--json", "-"], []])
+def test_a_reader_that_has_gone_is_no_error(more: list[str], trace: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = ["simulate", "--trace", trace, "--profile", "bert", *_PLAIN, *more]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_parcae", *words],
+            stdout=write, stderr=subprocess.PIPE, timeout=50, env=dict(os.environ), check=False,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_an_unknown_policy_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

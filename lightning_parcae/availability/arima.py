@@ -10,7 +10,8 @@ busy machine takes many times longer with several BLAS threads than with one. So
 * BLAS runs on one thread; the orders are searched now and then only; after a fit that took too long, and where pmdarima
   is missing or does not load beside this numpy (one warning says so), a least-squares fit of the autoregressive part
   takes its place;
-* whatever fails, nothing is raised: the answer is "nothing happens", and :attr:`ArimaForecaster.problem` says why.
+* whatever fails, nothing is raised but a Ctrl-C: the answer is "nothing happens", and
+  :attr:`ArimaForecaster.problem` says why.
 """
 
 from __future__ import annotations
@@ -37,22 +38,42 @@ _Order = tuple[int, int, int]
 _DEFAULT_ORDER: _Order = (1, 1, 0)
 
 
+# Whether an import was interrupted: the half of a library that stays in memory then fails in odd ways.
+_was_interrupted = False
+
+
 @functools.cache
 def _library() -> tuple[Any, Any] | None:
     """Return pmdarima and threadpoolctl; None, with one warning in the life of the process, if they do not load."""
+    global _was_interrupted
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # By name: neither has type hints.
             return importlib.import_module("pmdarima"), importlib.import_module("threadpoolctl")
     except Exception as error:  # built against another numpy it raises ValueError, and who knows what else
+        if (interrupt := _interrupt_behind(error)) is not None:
+            _was_interrupted = True
+            raise interrupt from None
         log.warning(
-            "pmdarima cannot be used (%s: %s); ARIMA forecasts are made by a simpler built-in fit. To mend it: "
-            "pip install --force-reinstall 'pmdarima>=2.1'",
+            "pmdarima cannot be used (%s: %s); ARIMA forecasts are made by a simpler built-in fit. To mend it: %s",
             type(error).__name__,
             error,
+            "start Python anew, an import of it was interrupted"
+            if _was_interrupted
+            else "pip install --force-reinstall 'pmdarima>=2.1'",
         )
         return None
+    except BaseException:
+        _was_interrupted = True
+        raise
+
+
+def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the Ctrl-C that a library has made another error of, if it was one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 class ArimaForecaster:
@@ -119,6 +140,8 @@ class ArimaForecaster:
         try:
             means, errors = self._fit(recent, length, horizon)
         except Exception as error:  # the library may raise anything, and the job must not feel it
+            if (interrupt := _interrupt_behind(error)) is not None:
+                raise interrupt from None
             self.problem = f"{type(error).__name__}: {error}"
             log.debug("%s failed on %s", self.name, recent.tolist(), exc_info=True)
             return (NOTHING,) * horizon

@@ -30,6 +30,9 @@ _FORMAT = "lightning_parcae/profile/1"
 _MOST_LAYERS = 1_000
 _MOST_MICROBATCHES = 100_000
 _MOST_INSTANCES = 100_000
+# Beyond these a throughput is no measurement, and times of steps come out as 0 or without end.
+_LEAST_RATE, _MOST_RATE = 1e-9, 1e12
+_MOST_SAMPLES = 1_000_000_000
 #: Keys of a file that say more about the model than a profile needs; whoever wants them reads them.
 _OTHER_KEYS = ("format", "kind", "tokens_per_sample", "layer_bytes")
 
@@ -71,6 +74,11 @@ class ThroughputProfile:
         for config, rate in self.rates.items():
             if not (math.isfinite(rate) and rate > 0):
                 raise ValueError(f"{self.name}: the throughput of {config} must be above 0 samples/s, got {rate}")
+            if not _LEAST_RATE <= rate <= _MOST_RATE:
+                raise ValueError(
+                    f"{self.name}: the throughput of {config} must be {_LEAST_RATE:g} to {_MOST_RATE:g} samples/s, got "
+                    f"{rate:g}"
+                )
 
     def configs(self, max_instances: int) -> tuple[ParallelConfig, ...]:
         """See :class:`Profile`."""
@@ -201,11 +209,18 @@ class ModelProfile:
                 f"{self.name}: at most {_MOST_LAYERS} layers and {_MOST_MICROBATCHES} micro-batches are taken, got "
                 f"{len(self.layers)} and {self.num_microbatches}"
             )
+        if self.num_samples > _MOST_SAMPLES:
+            raise ValueError(f"{self.name}: at most {_MOST_SAMPLES} samples a step are taken, got {self.num_samples}")
         if not (_is_number(self.link_latency_s) and self.link_latency_s >= 0):
             raise ValueError(f"{self.name}: link_latency_s must be at least 0, got {self.link_latency_s!r}")
         for config, seconds in self.step_s.items():
             if not (_is_number(seconds) and seconds > 0):
                 raise ValueError(f"{self.name}: a step of {config} takes more than 0 s, got {seconds!r}")
+            if not _LEAST_RATE <= self.num_samples / seconds <= _MOST_RATE:
+                raise ValueError(
+                    f"{self.name}: a step of {config} should train {_LEAST_RATE:g} to {_MOST_RATE:g} samples/s, got "
+                    f"{self.num_samples} samples in {seconds:g} s"
+                )
 
     # --- what runs ----------------------------------------------------------------------------------------------------
 

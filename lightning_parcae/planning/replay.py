@@ -190,6 +190,7 @@ def best_possible(
     space: ConfigSpace,
     *,
     interval_s: float = 60.0,
+    last_s: float | None = None,
     start: Running | None = None,
 ) -> tuple[ParallelConfig | None, ...]:
     """Return the plan that trains the most, with the whole future known. Above it there is nothing.
@@ -202,20 +203,22 @@ def best_possible(
         steps: Membership changes of all intervals.
         space: Throughput and pauses.
         interval_s: Length of an interval.
+        last_s: Length of the last one, if it is cut off.
         start: What runs before; nothing if None.
     """
     begin = start if start is not None else Running()
     # A way: (entry, samples, left of the migration). Each level remembers the way before.
     levels: list[list[tuple[int, float, float, int]]] = [[(space.index(begin.config), 0.0, begin.remaining_s, -1)]]
-    for step in steps:
+    for index, step in enumerate(steps):
+        length_s = last_s if last_s is not None and index == len(steps) - 1 else interval_s
         pauses = space.pauses_s(step.num_before, step.num_lost)
         ways = levels[-1]
         entries = np.array([way[0] for way in ways])
         left = np.array([way[2] for way in ways])[:, None]
         total = pauses[entries]  # (ways, S)
         total = np.where(total > 0, total + np.where(left > 0, space.overlap_s[None, :], 0.0), left)
-        gained = np.array([way[1] for way in ways])[:, None] + space.rates * np.maximum(interval_s - total, 0.0)
-        rest = np.maximum(total - interval_s, 0.0)
+        gained = np.array([way[1] for way in ways])[:, None] + space.rates * np.maximum(length_s - total, 0.0)
+        rest = np.maximum(total - length_s, 0.0)
         rest[:, 0] = 0.0
         level: list[tuple[int, float, float, int]] = []
         fits = np.flatnonzero(space.sizes <= step.num_instances)

@@ -8,22 +8,16 @@ one of them is raised here, with the name of the run; Ctrl-C ends them all.
 from __future__ import annotations
 
 import inspect
-import multiprocessing
+import math
 import os
 import re
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from lightning_parcae.availability.trace import AvailabilityTrace
-from lightning_parcae.errors import ParcaeError
 from lightning_parcae.planning.cost import MeasuredCost
 from lightning_parcae.planning.job_planner import ForecasterName, PlannerSettings, Policy
 from lightning_parcae.simulation.bootstrap import bootstrap_trace
@@ -31,6 +25,7 @@ from lightning_parcae.simulation.intervals import INTERVAL_POLICIES, check_feasi
 from lightning_parcae.simulation.job import JOB_POLICIES, JobSettings, simulate_job
 from lightning_parcae.simulation.result import Comparison, PolicyResult, Prices
 from lightning_parcae.simulation.systems import SYSTEM_POLICIES, SystemTerms, simulate_system
+from lightning_parcae.simulation.worker_pool import run_in_processes
 from lightning_parcae.simulation.workload import Workload, read_trace, read_workload
 
 Accounting = Literal["job", "reference"]
@@ -40,7 +35,16 @@ Progress = Callable[[float, int], None]
 #: What is simulated if nobody says what.
 DEFAULT_POLICIES = ("liveput", "reactive", "ondemand", "bound")
 
+#: What is taken for an interval and a horizon, and the most instances: more would take hours, or is a mistake.
+INTERVAL_S = (1.0, 86400.0)
+MOST_INTERVALS_AHEAD = 1_000
+MOST_INSTANCES = 5_000
+#: A coordinator that gives up on an instance sooner than this ends every job.
+LEAST_FAILURE_TIMEOUT_S = 0.1
+
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
+# Given by other means, or no number to change.
+_NOT_TERMS = ("notice_s", "seed", "is_announced")
 _MOMENT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([smhd]?)")
 
 
@@ -155,8 +159,9 @@ def simulate(
         segment: Part of the traces, such as ``5.5h:6.5h`` or ``90m:``; or two moments in seconds.
         bootstrap: Instead of the trace itself, one made of it for each seed, see :func:`resampled`.
         prices: Dollars per instance-hour.
-        interval_s: Seconds between two plans.
-        horizon: Intervals that a plan looks ahead; None for a value over many intervals.
+        interval_s: Seconds between two plans, 1 to 86400. How a trace is read does not depend on it: rows without a
+            time are one a minute, and where a file does not say when it ends, its last row holds for a minute.
+        horizon: Intervals that a plan looks ahead, at most 1000; None for a value over many intervals.
         forecaster: ``auto``, ``events``, ``last_value`` or ``arima``.
         model: Which model of a profile file that holds several.
         workers: Processes; all cores if None. With one, or a single run, all happens in this process.
@@ -176,23 +181,33 @@ def simulate(
         raise ValueError(f"needed is at least 1 worker, got {workers}")
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"needed are seeds that differ, at least one; got {list(seeds)}")
-    if not 0 <= notice_s < float("inf") or not 0 < interval_s < float("inf"):
-        raise ValueError(f"a notice is at least 0 s and an interval above 0 s, got {notice_s} and {interval_s}")
-    if horizon is not None and horizon < 1:
-        raise ValueError(f"a horizon is at least 1 interval, or None for many, got {horizon}")
+    if not 0 <= notice_s < float("inf") or not INTERVAL_S[0] <= interval_s <= INTERVAL_S[1]:
+        least, most = INTERVAL_S
+        raise ValueError(
+            f"a notice is at least 0 s and an interval {least:g} to {most:g} s, got {notice_s} and {interval_s}"
+        )
+    if horizon is not None and not 1 <= horizon <= MOST_INTERVALS_AHEAD:
+        raise ValueError(f"a horizon is 1 to {MOST_INTERVALS_AHEAD} intervals, or None for many, got {horizon}")
+    if min(seeds) < 0:
+        raise ValueError(f"a seed is at least 0, got {min(seeds)}")
     if forecaster not in get_args(ForecasterName):
         raise ValueError(f"a forecaster is one of {', '.join(get_args(ForecasterName))}, got {forecaster!r}")
     names = chosen_policies(policies, accounting)
-    _check_terms(terms, accounting)
+    check_terms(terms, accounting)
     what = workload if isinstance(workload, Workload) else read_workload(workload, model=model)
-    where = read_traces(traces, segment=segment, interval_s=interval_s)
+    where = read_traces(traces, segment=segment)
     for trace in where:
+        if trace.capacity > MOST_INSTANCES:
+            raise ValueError(
+                f"{trace.source}: {trace.capacity} instances; at most {MOST_INSTANCES} are simulated, and the time it "
+                "takes grows with their square"
+            )
         check_feasible(what, trace.capacity)
     tasks = [
         _Task(
             accounting=accounting,
             policy=policy,
-            trace=resampled(trace, seed=seed, interval_s=interval_s) if bootstrap else trace,
+            trace=resampled(trace, seed=seed) if bootstrap else trace,
             workload=what,
             seed=seed,
             notice_s=notice_s,
@@ -208,7 +223,7 @@ def simulate(
     ]
     count = min(workers if workers is not None else os.cpu_count() or 1, len(tasks))
     tell = progress if progress is not None else _silent
-    results = _in_processes(tasks, count, tell) if count > 1 else _here(tasks, tell)
+    results = run_in_processes(_Task.run, tasks, count, tell) if count > 1 else _here(tasks, tell)
     settings: dict[str, Any] = {
         "accounting": accounting,
         "notice_s": notice_s,
@@ -263,32 +278,68 @@ def chosen_policies(policies: str | Sequence[str], accounting: Accounting) -> tu
 
 def known_terms(accounting: Accounting) -> dict[str, float | None]:
     """Return the terms of migrations that can be given, with their defaults."""
-    kinds: tuple[type, ...] = (JobSettings, SystemTerms) if accounting == "job" else (MeasuredCost,)
     found: dict[str, float | None] = {}
-    for kind in kinds:
+    for kind in _term_classes(accounting):
         for item in fields(kind):
-            if item.name not in ("notice_s", "seed") and _is_number(item.type):
+            if item.name not in _NOT_TERMS and _is_number(item.type):
                 found.setdefault(item.name, item.default if isinstance(item.default, int | float) else None)
     return found
 
 
+def _kinds(kind: Any) -> set[str]:
+    return set(str(kind).replace(" ", "").split("|"))
+
+
 def _is_number(kind: Any) -> bool:
-    return set(str(kind).replace(" ", "").split("|")) <= {"int", "float", "None"}
+    return _kinds(kind) <= {"int", "float", "bool", "None"}
 
 
-def _known(kind: type, terms: Mapping[str, float]) -> dict[str, Any]:
+def _known(kind: type, terms: Mapping[str, float | None]) -> dict[str, Any]:
     """Return those terms that a class of settings has."""
     names = inspect.signature(kind).parameters
     return {name: value for name, value in terms.items() if name in names}
 
 
-def _check_terms(terms: Mapping[str, float], accounting: Accounting) -> None:
+def _term_classes(accounting: Accounting) -> tuple[type, ...]:
+    return (JobSettings, SystemTerms) if accounting == "job" else (MeasuredCost,)
+
+
+def check_terms(terms: Mapping[str, float | None], accounting: Accounting) -> None:
+    """Check terms before anything is simulated with them.
+
+    Raises:
+        TypeError: If one is unknown.
+        ValueError: If a value makes no sense.
+    """
     known = known_terms(accounting)
-    for name in terms:
+    classes = _term_classes(accounting)
+    whole = {item.name for kind in classes for item in fields(kind) if "float" not in _kinds(item.type)}
+    for name, value in terms.items():
         if name not in known:
             raise TypeError(
                 f"there is no term {name!r} with the accounting {accounting!r}; there are {', '.join(known)}"
             )
+        if value is not None:
+            _check_term(name, value, is_whole=name in whole)
+    for kind in classes:
+        own = {"layer_bytes": (0,)} if kind is MeasuredCost else {}
+        kind(**own, **_known(kind, terms))
+
+
+def _check_term(name: str, value: float, *, is_whole: bool) -> None:
+    wanted = None
+    if math.isnan(value) or value < 0:
+        wanted = "at least 0"
+    elif is_whole and not (math.isfinite(value) and value == int(value)):
+        wanted = "a whole number"
+    elif name == "bytes_per_s" and not 0 < value < math.inf:
+        wanted = "above 0 and finite"
+    elif name == "start_share" and value > 1:
+        wanted = "a share of 0 to 1"
+    elif name == "failure_timeout_s" and value < LEAST_FAILURE_TIMEOUT_S:
+        wanted = f"at least {LEAST_FAILURE_TIMEOUT_S:g}"
+    if wanted is not None:
+        raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
 def _is_random(policy: str, accounting: Accounting, trace: AvailabilityTrace) -> bool:
@@ -337,7 +388,6 @@ def read_traces(
     traces: TraceLike | Sequence[TraceLike],
     *,
     segment: str | tuple[float, float | None] | None = None,
-    interval_s: float = 60.0,
 ) -> list[AvailabilityTrace]:
     """Return the traces that are meant, or a part of each; see :func:`simulate`.
 
@@ -346,7 +396,7 @@ def read_traces(
         OSError: If one cannot be read.
     """
     given = [traces] if isinstance(traces, AvailabilityTrace | str | Path) else list(traces)
-    found = [one if isinstance(one, AvailabilityTrace) else read_trace(one, interval_s=interval_s) for one in given]
+    found = [one if isinstance(one, AvailabilityTrace) else read_trace(one) for one in given]
     names = [trace.source for trace in found]
     if not found or len(set(names)) < len(names):
         raise ValueError(f"needed are traces of different names, at least one; got {', '.join(names) or 'none'}")
@@ -356,12 +406,12 @@ def read_traces(
     return [trace.slice(start_s, trace.end_s if end_s is None else end_s) for trace in found]
 
 
-def resampled(trace: AvailabilityTrace, *, seed: int, interval_s: float = 60.0) -> AvailabilityTrace:
-    """Return a trace that might have been: half-hour blocks of a trace's changes in another order.
+def resampled(trace: AvailabilityTrace, *, seed: int) -> AvailabilityTrace:
+    """Return a trace that might have been: half-hour blocks of a trace's changes, minute by minute, in another order.
 
     It has the same name for every seed, so that its results are taken together.
     """
-    made = bootstrap_trace(trace, seed=seed, interval_s=interval_s)
+    made = bootstrap_trace(trace, seed=seed)
     return replace(made, source=f"{trace.source}, resampled")
 
 
@@ -378,54 +428,3 @@ def _here(tasks: Sequence[_Task], progress: Progress) -> list[PolicyResult]:
         results.append(task.run(lambda share, index=index: progress(index + share, len(tasks))))  # type: ignore[misc]
         progress(index + 1, len(tasks))
     return results
-
-
-def _in_processes(tasks: Sequence[_Task], workers: int, progress: Progress) -> list[PolicyResult]:
-    with _pool(workers) as pool:
-        # Workers start while tasks are submitted, and never see a Ctrl-C: it is for this process to end them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            futures: list[Future[PolicyResult]] = [pool.submit(_Task.run, task) for task in tasks]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        left = set(futures)
-        while left:
-            done, left = wait(left, return_when=FIRST_COMPLETED)
-            for future in done:
-                future.result()  # raises at once what a worker raised
-            progress(len(tasks) - len(left), len(tasks))
-        return [future.result() for future in futures]
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Offer worker processes that end with the block, however it is left, and with this process, however that ends."""
-    context = multiprocessing.get_context("spawn")  # nothing of this process, its threads and locks, is inherited
-    theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(theirs,))
-    try:
-        yield pool
-    except BrokenProcessPool as error:
-        raise ParcaeError(
-            "a process of the simulation ended by itself: out of memory? In a script, the call must stand under "
-            "`if __name__ == '__main__':`, or be given workers=1"
-        ) from error
-    except BaseException:
-        ours.close()  # ends what is still running
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        ours.close()
-        theirs.close()
-
-
-def _begin_worker(lifeline: Any) -> None:
-    """Let a worker end when the process that started it closes its end of the pipe."""
-
-    def watch() -> None:
-        try:
-            lifeline.recv()
-        except EOFError:
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

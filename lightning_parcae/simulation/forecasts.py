@@ -6,11 +6,9 @@ too short for it is a ValueError that says what would fit. Forecasters themselve
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,17 +20,23 @@ from lightning_parcae.availability.backtest import Backtest, ChosenForecasts, ba
 from lightning_parcae.availability.forecast import EventRates, Forecaster, LastValue, quantile
 from lightning_parcae.availability.trace import AvailabilityTrace
 from lightning_parcae.planning.job_planner import PlannerSettings
+from lightning_parcae.simulation.compare import INTERVAL_S
 from lightning_parcae.simulation.result import ForecastBand
+from lightning_parcae.simulation.worker_pool import run_in_processes
 
 _AHEAD = 5
 _MANY_MOMENTS = 200
+# A chooser looks at all of the past in each of them: minutes.
+_MOST_INTERVALS = 100_000
 
 
-def _chooser(*more: Forecaster) -> ChosenForecasts:
+def _chooser(*more: Forecaster, name: str = ChosenForecasts.name) -> ChosenForecasts:
     """Return a chooser as a job has it."""
     job = PlannerSettings()
     memory = max(job.min_scores, job.max_scores)
-    return ChosenForecasts([EventRates(), *more], min_scores=job.min_scores, memory=memory)
+    chooser = ChosenForecasts([EventRates(), *more], min_scores=job.min_scores, memory=memory)
+    chooser.name = name
+    return chooser
 
 
 #: Forecasters that can be tested: what each is, and how it is made.
@@ -45,7 +49,7 @@ FORECASTERS: Mapping[str, tuple[str, Callable[[], Forecaster]]] = {
     "auto": ("the job's chooser: events as far as they have earned it", lambda: _chooser()),
     "auto_with_arima": (
         "the job's chooser with both ARIMA models",
-        lambda: _chooser(ArimaForecaster(), ArimaForecaster(None)),
+        lambda: _chooser(ArimaForecaster(), ArimaForecaster(None), name="chooser with ARIMA"),
     ),
 }
 DEFAULT_FORECASTERS = ("last_value", "events", "arima", "auto")
@@ -125,19 +129,22 @@ def compare_forecasters(
         forecasters: Names in :data:`FORECASTERS`, also as one string with commas, or ``all``. The yardstick, last
             value, is always among them.
         horizon: Intervals ahead.
-        interval_s: Seconds of an interval.
+        interval_s: Seconds of an interval, 1 to 86400; a trace has at most 100000 of them.
         first: Intervals known at the first question.
         stride: Intervals between two questions; None for about 200 questions. A chooser looks at every interval.
         workers: Processes; all cores if None.
         progress: Told how much is done, and of how much.
 
     Raises:
-        ValueError: If a forecaster is unknown, a number is below 1, or a trace is too short.
+        ValueError: If a forecaster is unknown, a number is out of range, or a trace is too short or too long.
     """
     names = known_forecasters(forecasters)
     for text, value in (("horizon", horizon), ("first", first), ("stride", stride), ("workers", workers)):
         if value is not None and value < 1:
             raise ValueError(f"{text} should be at least 1, got {value}")
+    least, most = INTERVAL_S
+    if not least <= interval_s <= most:
+        raise ValueError(f"an interval is {least:g} to {most:g} s, got {interval_s:g}")
     strides = [_stride(trace, horizon, interval_s, first, stride) for trace in traces]
     tasks = [
         (trace, name, horizon, interval_s, first, step)
@@ -179,8 +186,13 @@ def known_forecasters(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _stride(trace: AvailabilityTrace, horizon: int, interval_s: float, first: int, stride: int | None) -> int:
-    """Return the stride to use, and refuse a trace that is too short."""
+    """Return the stride to use, and refuse a trace that is too short or too long."""
     known = trace.num_intervals(interval_s)
+    if known > _MOST_INTERVALS:
+        raise ValueError(
+            f"{trace.source}: {known} intervals of {interval_s:g} s are more than {_MOST_INTERVALS}: "
+            "take longer intervals, or a segment of the trace"
+        )
     if known < first + horizon:
         part = known // 3
         fits = (
@@ -232,9 +244,4 @@ def _run(tasks: Sequence[_Task], workers: int, progress: Callable[[float, int], 
             _test(task, lambda share, index=index: tell(index + share, len(tasks)))  # type: ignore[misc]
             for index, task in enumerate(tasks)
         ]
-    # Nothing of this process, its threads and locks, is inherited.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_test, task) for task in tasks]
-        for done, _ in enumerate(as_completed(futures), start=1):
-            tell(done, len(tasks))
-        return [future.result() for future in futures]
+    return run_in_processes(_test, tasks, workers, tell)

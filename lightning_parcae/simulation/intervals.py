@@ -10,8 +10,8 @@ Nothing but the past is known to any policy but ``bound`` and ``oracle``, except
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from lightning_parcae.availability.forecast import (
     quantile,
 )
 from lightning_parcae.availability.trace import AvailabilityTrace
-from lightning_parcae.planning.cost import MigrationCost, ReferenceCost
+from lightning_parcae.planning.cost import MeasuredCost, MigrationCost, ReferenceCost
 from lightning_parcae.planning.guard import Guard
 from lightning_parcae.planning.liveput import fewest_replicas
 from lightning_parcae.planning.optimizer import LiveputOptimizer, Situation
@@ -44,6 +44,7 @@ from lightning_parcae.planning.replay import (
 from lightning_parcae.planning.space import ConfigSpace
 from lightning_parcae.simulation.published import HORIZON, PublishedForecast, advised, planned_ahead
 from lightning_parcae.simulation.result import Cause, ForecastBand, Migration, PolicyResult, Span, merge_spans
+from lightning_parcae.simulation.system_terms import RestartTimes, SystemTerms
 from lightning_parcae.simulation.workload import Workload
 
 #: What can be simulated, and what it does.
@@ -173,6 +174,7 @@ class _Run:
         cost: Pauses.
         interval_s: Length of an interval.
         fastest: Fastest configuration for each number of instances, up to the most there ever are.
+        end_s: End of the trace, which cuts the last interval.
     """
 
     name: str
@@ -181,6 +183,7 @@ class _Run:
     cost: MigrationCost
     interval_s: float
     fastest: tuple[ParallelConfig | None, ...]
+    end_s: float
 
     @classmethod
     def prepare(
@@ -191,11 +194,12 @@ class _Run:
         interval_s: float,
     ) -> _Run:
         if isinstance(trace, AvailabilityTrace):
-            name, steps = trace.source, membership_steps(trace, interval_s)
+            name, steps, end_s = trace.source, membership_steps(trace, interval_s), trace.end_s
         else:
             name, steps = "steps", tuple(trace)
-        if not steps:
-            raise ValueError("a trace needs at least one interval")
+            end_s = len(steps) * interval_s
+        if not (steps and end_s > 0):
+            raise ValueError("a trace needs at least one interval, and a length above 0 s")
         if cost is None:
             cost = workload.reference_cost
         if cost is None:
@@ -206,7 +210,7 @@ class _Run:
         most = max(step.num_instances for step in steps)
         check_feasible(workload, most)
         fastest = _fastest(workload.profile, most)
-        return cls(name, steps, workload, cost, interval_s, fastest)
+        return cls(name, steps, workload, cost, interval_s, fastest, end_s)
 
     @property
     def most(self) -> int:
@@ -219,11 +223,7 @@ class _Run:
 
     def bound(self, progress: Callable[[float], None]) -> PolicyResult:
         """Return what would be trained if migrations were free."""
-        spans = []
-        for index, step in enumerate(self.steps):
-            config = self.fastest[step.num_instances]
-            begin = index * self.interval_s
-            spans.append(self._span(begin, begin + self.interval_s, config))
+        spans = [self._span(begin, end, self.fastest[step.num_instances]) for step, begin, end in self._intervals()]
         progress(1.0)
         return self._told("bound", spans, [], seed=0)
 
@@ -243,7 +243,7 @@ class _Run:
         cause: Cause = "start"
         spans: list[Span] = []
         migrations: list[Migration] = []
-        for index, step in enumerate(self.steps):
+        for index, (step, begin, end) in enumerate(self._intervals()):
             started = clock() if clock is not None else 0.0
             config, reason = decider.decide(index, running)
             spent += clock() - started if clock is not None else 0.0
@@ -251,8 +251,7 @@ class _Run:
                 raise ValueError(f"interval {index}: {config} needs more than the {step.num_instances} instances there")
             pause_s, overlap_s = pause(running.config, config, step)
             before = running
-            running, paused_s = settle(before, config, pause_s, overlap_s, interval_s=self.interval_s)
-            begin = index * self.interval_s
+            running, paused_s = settle(before, config, pause_s, overlap_s, interval_s=end - begin)
             if pause_s > 0:
                 cause = pause.kind(before.config, config, step)
                 total_s = paused_s + running.remaining_s
@@ -261,20 +260,23 @@ class _Run:
                 migrations.append(Migration(begin, "waiting", before.config, None, 0.0, reason))
             if paused_s > 0:
                 spans.append(Span(begin, begin + paused_s, config, 0.0, cause))
-            spans.append(self._span(begin + paused_s, begin + self.interval_s, config))
+            spans.append(self._span(begin + paused_s, end, config))
             progress((index + 1) / len(self.steps))
         forecasts = tuple(getattr(decider, "bands", ()))
         planning_s = spent if clock is not None else None
         return self._told(policy, spans, migrations, seed=seed, planning_s=planning_s, forecasts=forecasts)
 
-    def reload_pauses(self) -> _ReloadPauses:
+    def reload_pauses(self) -> _ReloadPauses | _TermReloadPauses:
         """Return the pauses of restarts from a checkpoint."""
-        if not isinstance(self.cost, ReferenceCost):
-            raise ValueError(
-                "the policy 'checkpoint' is priced by the reference system's costs only; the systems of the job "
-                "accounting have a checkpoint of their own"
-            )
-        return _ReloadPauses(self.cost)
+        if isinstance(self.cost, ReferenceCost):
+            return _ReloadPauses(self.cost)
+        return _TermReloadPauses(self.workload, self.cost)
+
+    def _intervals(self) -> Iterator[tuple[MembershipStep, float, float]]:
+        """Give what happens when each interval begins, with its begin and its end."""
+        for index, step in enumerate(self.steps):
+            end_s = self.end_s if index == len(self.steps) - 1 else (index + 1) * self.interval_s
+            yield step, index * self.interval_s, end_s
 
     def _span(self, start_s: float, end_s: float, config: ParallelConfig | None) -> Span:
         if config is None:
@@ -296,15 +298,22 @@ class _Run:
             trace=self.name,
             profile=self.workload.name,
             seed=seed,
-            duration_s=len(self.steps) * self.interval_s,
+            duration_s=self.end_s,
             spans=merge_spans(spans),
-            migrations=tuple(_with_waits(migrations, len(self.steps) * self.interval_s)),
+            migrations=tuple(_with_waits(migrations, self.end_s)),
             samples=sum(span.duration_s * span.samples_per_s for span in spans),
-            instance_s=sum(step.num_instances for step in self.steps) * self.interval_s,
+            instance_s=sum(step.num_instances * (end - begin) for step, begin, end in self._intervals()),
             planning_s=planning_s,
             forecasts=forecasts,
-            notes=("pauses are expectations of the cost model, membership changes when an interval begins",),
+            notes=self._notes(policy),
         )
+
+    def _notes(self, policy: str) -> tuple[str, ...]:
+        common = "pauses are expectations of the cost model, membership changes when an interval begins"
+        if policy != "checkpoint" or isinstance(self.cost, ReferenceCost):
+            return (common,)
+        start = f"processes start in {SystemTerms.restart_s:g} s and load their state"
+        return (common, f"{start}: not priced with the reference system's constants")
 
 
 def check_feasible(workload: Workload, most: int) -> None:
@@ -392,6 +401,25 @@ class _ReloadPauses:
         return "start" if old is None else "restart"
 
 
+class _TermReloadPauses:
+    """The same without the reference system's constants: as the checkpoint of the job accounting restarts."""
+
+    def __init__(self, workload: Workload, cost: MigrationCost) -> None:
+        terms = SystemTerms(bytes_per_s=cost.bytes_per_s) if isinstance(cost, MeasuredCost) else SystemTerms()
+        self._times = RestartTimes(replace(workload, reference_cost=None), terms)
+
+    def __call__(
+        self, old: ParallelConfig | None, new: ParallelConfig | None, step: MembershipStep
+    ) -> tuple[float, float]:
+        if new is None or not (step.num_joined or step.num_lost or old != new):
+            return 0.0, 0.0
+        start_s = self._times.processes_s(new, grows=True)
+        return start_s if old is None else self._times.from_checkpoint_s(new, grows=True), start_s
+
+    def kind(self, old: ParallelConfig | None, new: ParallelConfig | None, step: MembershipStep) -> Cause:
+        return "start" if old is None else "restart"
+
+
 def _with_waits(migrations: Sequence[Migration], end_s: float) -> list[Migration]:
     """Say of those that end in waiting how long it took until training went on."""
     told = []
@@ -413,7 +441,8 @@ def _decider(policy: str, run: _Run, *, notice_s: float, horizon: int | None, fo
         return _Planned(configs, "the fastest for the instances there are")
     if policy == "oracle":
         space = _oracle_space(run)
-        configs = best_possible(run.steps, space, interval_s=run.interval_s)
+        last_s = run.end_s - (len(run.steps) - 1) * run.interval_s
+        configs = best_possible(run.steps, space, interval_s=run.interval_s, last_s=last_s)
         return _Planned(configs, "the best with the whole future known")
     if policy == "published":
         return _Published(run, horizon if horizon is not None else HORIZON, seed)

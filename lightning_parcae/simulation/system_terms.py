@@ -81,8 +81,10 @@ class SystemTerms:
                 raise ValueError(f"{one.name} must be a number of at least {least:g}, got {value}")
         if self.bytes_per_s == 0:
             raise ValueError("bytes_per_s must be above 0")
-        if self.num_stages is not None and self.num_stages < 1:
-            raise ValueError(f"num_stages must be at least 1, or None, got {self.num_stages}")
+        if self.restart_always not in (False, True):
+            raise ValueError(f"restart_always must be 0 or 1, got {self.restart_always}")
+        if self.num_stages is not None and not (self.num_stages >= 1 and self.num_stages == int(self.num_stages)):
+            raise ValueError(f"num_stages must be a whole number of at least 1, or None, got {self.num_stages}")
 
 
 class RestartTimes:

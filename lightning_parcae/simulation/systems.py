@@ -16,7 +16,7 @@ baseline where the model has its constants. That baseline, though, restarts at e
 
 ``redundant`` (Bamboo, NSDI '23): see :class:`~.system_pipelines.RedundantPipelines`. Assumed for it: the fastest depth
 that its over-provisioning allows, and no time to load state. While neighbours stand in for each other it can go on with
-fewer instances than any configuration needs, so for a moment it may even pass the bound.
+fewer instances than any configuration needs, so for a while it may even pass the bound.
 
 ``replica_drop`` (torchft's README and lighthouse): see :class:`~.system_pipelines.ReplicaDrop`. Assumed for it: the
 step that broke is not lost, survivors of several broken replicas form a new one, and the global batch is kept.

@@ -1,7 +1,8 @@
 """A comparison as tables for the terminal: throughput, money, and where the time went.
 
 Runs of one policy with several seeds are one row of means. What is missing in the comparison (no prices, no run of
-``bound`` to measure against) is left out of the tables, never guessed.
+``bound`` to measure against) is left out of the tables, never guessed. On a narrow terminal the columns that do not fit
+follow below, under the names again: numbers and names are never cut.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from statistics import mean, stdev
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +21,9 @@ from lightning_parcae.simulation.result import CAUSES, Cause, Comparison, Policy
 
 #: Width where nobody says how wide the output may be: when it is piped.
 PIPED_WIDTH = 100
+
+Column = tuple[str, Sequence[str]]
+"""A title, and the cells under it."""
 
 _ACCOUNTINGS = {
     "job": "the package's coordinator and planner on a simulated clock",
@@ -82,15 +87,17 @@ def comparison_rows(comparison: Comparison, trace: str) -> tuple[PolicyRow, ...]
     )
 
 
-def comparison_tables(comparison: Comparison) -> Group:
-    """Return the tables of every trace, and what the numbers are."""
+def comparison_tables(comparison: Comparison, width: int = PIPED_WIDTH) -> Group:
+    """Return the tables of every trace, within a width, and what the numbers are."""
     traces = dict.fromkeys(result.trace for result in comparison.results)
     parts: list[RenderableType] = []
     for trace in traces:
         rows = comparison_rows(comparison, trace)
         first = next(result for result in comparison.results if result.trace == trace)
         heading = Text(f"{first.profile} on {trace}, {describe_duration(first.duration_s)}", style="bold")
-        parts += [heading, Text(), _main_table(rows, comparison), Text(), _lost_table(rows), Text()]
+        parts += [heading, Text()]
+        for table in (*_main_tables(rows, comparison, width), *_lost_tables(rows, width)):
+            parts += [table, Text()]
     parts.append(Text(what_it_is(comparison), style="dim"))
     notes: dict[str, dict[str, None]] = {}
     for one in comparison.results:
@@ -103,7 +110,49 @@ def comparison_tables(comparison: Comparison) -> Group:
 def show(comparison: Comparison, console: Console | None = None) -> None:
     """Print the tables to standard output, or to a console."""
     target = console if console is not None else terminal()
-    target.print(comparison_tables(comparison))
+    target.print(comparison_tables(comparison, target.width))
+
+
+def fitting_tables(
+    title: str,
+    names: Sequence[str],
+    columns: Sequence[Column],
+    width: int,
+    *,
+    styles: Sequence[str | None] = (),
+) -> list[Table]:
+    """Return the columns as one table, or as several below each other, each with the names and within a width.
+
+    Args:
+        title: Title of the names.
+        names: Name of each row.
+        columns: The others, numbers to the right.
+        width: Characters there are.
+        styles: Style of each row; none if empty.
+    """
+    tables: list[Table] = []
+    held: list[Column] = []
+    measure = Console(width=10_000)
+    for column in columns:
+        wider = _table(title, names, [*held, column], styles)
+        if held and Measurement.get(measure, measure.options, wider).maximum > width:
+            tables.append(_table(title, names, held, styles))
+            held = [column]
+        else:
+            held.append(column)
+    return [*tables, _table(title, names, held, styles)]
+
+
+def _table(title: str, names: Sequence[str], columns: Sequence[Column], styles: Sequence[str | None]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    # Folded, and not cut, on a terminal that is narrower than any table can be.
+    table.add_column(title, no_wrap=True, overflow="fold")
+    for head, _ in columns:
+        table.add_column(head, justify="right", no_wrap=True, overflow="fold")
+    for index, name in enumerate(names):
+        cells = (cells[index] for _, cells in columns)
+        table.add_row(name, *cells, style=styles[index] if styles else None)
+    return table
 
 
 def terminal(*, stderr: bool = False) -> Console:
@@ -171,9 +220,7 @@ def _ratio(value: float, base: float | None) -> float | None:
     return value / base if base else None
 
 
-def _main_table(rows: Sequence[PolicyRow], comparison: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("policy", no_wrap=True, overflow="fold")
+def _main_tables(rows: Sequence[PolicyRow], comparison: Comparison, width: int) -> list[Table]:
     columns: list[tuple[str, Callable[[PolicyRow], str]]] = [("samples/s", _rate)]
     if comparison.tokens_per_sample is not None:
         columns.append(("tokens/s", lambda row: _number(row.tokens_per_s)))
@@ -186,26 +233,18 @@ def _main_table(rows: Sequence[PolicyRow], comparison: Comparison) -> Table:
         columns.append(("$ per M\nsamples", lambda row: _money(row.dollars_per_million)))
         columns.append(("$/M vs\non-demand", lambda row: _percent(_ratio_or_none(row.dollars_per_million, base))))
     shown = [(title, cells) for title, show_one in columns if any(cells := [show_one(row) for row in rows])]
-    for title, _ in shown:
-        table.add_column(title, justify="right", no_wrap=True)
-    for index, row in enumerate(rows):
-        table.add_row(row.policy, *(cells[index] for _, cells in shown))
-    return table
+    return fitting_tables("policy", [row.policy for row in rows], shown, width)
 
 
-def _lost_table(rows: Sequence[PolicyRow]) -> RenderableType:
+def _lost_tables(rows: Sequence[PolicyRow], width: int) -> Sequence[RenderableType]:
     causes = [cause for cause in CAUSES if any(row.lost.get(cause) for row in rows)]
     if not causes:
-        return Text("no time was lost")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("time, % of the trace", no_wrap=True, overflow="fold")
-    table.add_column("good-\nput", justify="right")
+        return [Text("no time was lost")]
+    columns: list[Column] = [("good-\nput", [f"{row.goodput:.2%}"[:-1] for row in rows])]
     for cause in causes:
-        table.add_column(cause.replace("_", "-\n"), justify="right")
-    for row in rows:
-        shares = [f"{row.lost[cause]:.2%}"[:-1] if cause in row.lost else "" for cause in causes]
-        table.add_row(row.policy, f"{row.goodput:.2%}"[:-1], *shares)
-    return table
+        shares = [f"{row.lost[cause]:.2%}"[:-1] if cause in row.lost else "" for row in rows]
+        columns.append((cause.replace("_", "-\n"), shares))
+    return fitting_tables("time, % of the trace", [row.policy for row in rows], columns, width)
 
 
 def _ratio_or_none(value: float | None, base: float | None) -> float | None:

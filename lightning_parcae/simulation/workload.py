@@ -79,11 +79,13 @@ def read_workload(source: str | Path, *, model: str | None = None) -> Workload:
         model: Which model of a file of the reference system; may be left out if there is only one.
 
     Raises:
-        ValueError: If it is no profile, or no configuration can run; the message names the file, what was found and
-            what is wanted.
+        ValueError: If it is no profile, has no such model, or no configuration can run; the message names the file,
+            what was found and what is wanted.
         OSError: If it cannot be read.
     """
     if str(source) in PROFILES and not Path(source).is_file():
+        if model not in (None, str(source)):
+            raise ValueError(f"no model {model!r}: the example {source} is a single model; leave --model out")
         text = resources.files(_EXAMPLES).joinpath(_REFERENCE_PROFILES).read_text(encoding="utf-8")
         return _from_reference(json.loads(text), str(source))
     path = Path(source)
@@ -98,6 +100,8 @@ def read_workload(source: str | Path, *, model: str | None = None) -> Workload:
             workload = _from_reference(value, model if model is not None else names[0])
         else:
             workload = _from_own(value)
+            if model not in (None, workload.name):
+                raise ValueError(f"no model {model!r}: it holds a single one, {workload.name!r}; leave --model out")
         _check_feasible(workload.profile)
         return workload
     except ValueError as error:
@@ -106,6 +110,11 @@ def read_workload(source: str | Path, *, model: str | None = None) -> Workload:
 
 def read_trace(source: str | Path, *, interval_s: float = 60.0) -> AvailabilityTrace:
     """Read a trace file, or an example by its name.
+
+    Args:
+        source: A file, or one of :data:`TRACES`.
+        interval_s: Seconds per row where rows have no time, and for which the last row holds where the file does not
+            say when it ends. Not how often is planned.
 
     Raises:
         ValueError: If it is no trace; the message names file and line.

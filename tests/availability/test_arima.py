@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -264,6 +265,44 @@ def test_without_the_library_a_built_in_fit_and_one_warning(
             assert forecaster.problem is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert BROKEN[how].split("(")[0].split()[1] in caplog.text
+
+
+INTERRUPTED = {
+    "as it is": "raise KeyboardInterrupt",
+    "as another error": "try:\n    raise KeyboardInterrupt\nexcept BaseException:\n    raise NameError('odd')",
+    "as the cause of one": "try:\n    raise KeyboardInterrupt\nexcept BaseException as e:\n    raise OSError from e",
+}
+
+
+@pytest.mark.parametrize("how", INTERRUPTED)
+def test_an_interrupted_import_is_an_interrupt_and_no_reason_for_the_built_in_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "pmdarima.py").write_text(INTERRUPTED[how])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "pmdarima", raising=False)
+    monkeypatch.setattr(arima, "_was_interrupted", False)
+    arima._library.cache_clear()
+    with pytest.raises(KeyboardInterrupt):
+        ArimaForecaster().forecast(HISTORY, horizon=2, capacity=20)
+    assert not caplog.records
+    # What is half loaded may fail in any way the next time; a new installation would not help.
+    (tmp_path / "pmdarima.py").write_text("raise NameError('np is not defined, as I am half loaded')")
+    importlib.invalidate_caches()
+    assert ArimaForecaster().forecast(HISTORY, horizon=2, capacity=20).laws != (NOTHING,) * 2
+    assert "start Python anew" in caplog.text and "pip install" not in caplog.text
+
+
+def test_an_interrupted_fit_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: Any) -> Any:
+        try:
+            raise KeyboardInterrupt
+        except BaseException as error:
+            raise ImportError("odd") from error
+
+    library(monkeypatch, SimpleNamespace(ARIMA=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        ArimaForecaster().forecast(HISTORY, horizon=2, capacity=20)
 
 
 def test_short_spikes_are_removed() -> None:

@@ -218,6 +218,21 @@ def test_resampled_traces_differ_by_seed_and_share_a_name() -> None:
     assert [result.seed for result in comparison.of("bound")] == [0, 1, 2]
 
 
+def test_more_instances_than_can_be_simulated_are_refused() -> None:
+    many = AvailabilityTrace.from_counts([5001], source="many")
+    with pytest.raises(ValueError, match="many: 5001 instances; at most 5000 are simulated"):
+        simulate(many, TOY, policies="bound")
+
+
+def test_the_planning_interval_is_not_that_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "counts.txt"
+    path.write_text("6\n4\n6\n")
+    accountings: tuple[compare.Accounting, ...] = ("job", "reference")
+    for accounting in accountings:
+        found = simulate(path, TOY, policies="reactive,ondemand", accounting=accounting, interval_s=50.0, workers=1)
+        assert {result.duration_s for result in found.results} == {180.0}
+
+
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +272,9 @@ def test_progress_rises_to_the_number_of_runs() -> None:
         {"notice_s": float("nan")},
         {"interval_s": 0.0},
         {"horizon": 0},
+        {"horizon": 1001},
+        {"interval_s": 1e9},
+        {"seeds": [-1]},
         {"forecaster": "crystal ball"},
         {"accounting": "creative"},
     ],
@@ -271,6 +289,17 @@ def test_a_profile_that_cannot_run_is_refused_whatever_the_policy(policies: str)
     few = AvailabilityTrace.from_counts([1, 1], source="few")
     with pytest.raises(ValueError, match="no configuration of profile toy runs on at most 1 instances"):
         simulate(few, TOY, policies=policies)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_stages", 1.5), ("start_share", 1.1), ("bytes_per_s", 0.0), ("build_s", -1.0), ("failure_timeout_s", 0.0)],
+)
+def test_bad_terms_are_refused_before_anything_runs(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "read_traces", lambda *_: pytest.fail("it went on"))
+    term: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}"):
+        simulate(COUNTS, TOY, policies="bound", **term)
 
 
 def test_an_unknown_term_lists_those_there_are() -> None:

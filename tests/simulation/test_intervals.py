@@ -267,13 +267,49 @@ def test_a_thousand_instances_and_many_configurations() -> None:
             "no configuration of profile none runs on at most 4 instances: none runs on any number",
         ),
         (TOY, [4], "best", "there is no policy 'best'; known are bound, oracle, reactive"),
-        (TOY, [4], "checkpoint", "priced by the reference system's costs only"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(workload: Workload, counts: list[int], policy: str, message: str) -> None:
     cost = MeasuredCost(layer_bytes=workload.layer_bytes)
     with pytest.raises(ValueError, match=message):
         simulate_intervals(policy, AvailabilityTrace.from_counts(counts), workload, cost=cost)
+
+
+def test_a_checkpoint_without_the_reference_systems_constants_restarts_as_in_the_job_accounting() -> None:
+    trace = AvailabilityTrace.from_counts([4, 4, 2], interval_s=100.0)
+    cost = MeasuredCost(layer_bytes=TOY.layer_bytes, bytes_per_s=1e8)
+    result = simulate_intervals("checkpoint", trace, TOY, cost=cost, interval_s=100.0)
+    loading_s = sum(TOY.layer_bytes) / 1e8
+    assert [move.kind for move in result.migrations] == ["start", "restart"]
+    assert [move.pause_s for move in result.migrations] == pytest.approx([16.8, 16.8 + loading_s])
+    assert any("16.8 s" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("policy", INTERVAL_POLICIES)
+def test_the_end_of_the_trace_cuts_the_last_interval(policy: str) -> None:
+    trace = AvailabilityTrace.from_events(
+        [(0.0, {"add": ["a", "b", "c", "d"]}), (60.0, {"remove": ["a"]})], end_s=150.0, source="cut"
+    )
+    whole = AvailabilityTrace.from_counts([4, 3, 3])
+    cost = MeasuredCost(layer_bytes=TOY.layer_bytes)
+    cut, longer = (simulate_intervals(policy, one, TOY, cost=cost) for one in (trace, whole))
+    assert cut.duration_s == cut.spans[-1].end_s == 150.0
+    assert cut.instance_s == 4 * 60 + 3 * 60 + 3 * 30
+    last = longer.spans[-1]
+    assert longer.samples - cut.samples == pytest.approx(30.0 * last.samples_per_s)
+
+
+def test_the_oracle_knows_that_the_last_interval_is_cut() -> None:
+    # A migration of 15.05 s pays in 60 s (6 x 44.95 > 4 x 60), but not in 30.
+    cost = TOY.measured_cost(bytes_per_s=1e9, formation_s=15.0)
+    for end_s, last in ((150.0, ParallelConfig(1, 2)), (180.0, ParallelConfig(2, 2))):
+        trace = AvailabilityTrace((0.0, 120.0), (2, 4), end_s)
+        small = Workload(
+            "small", ThroughputProfile("small", {ParallelConfig(1, 2): 4.0, ParallelConfig(2, 2): 6.0}), (10,), {}
+        )
+        oracle = simulate_intervals("oracle", trace, small, cost=cost)
+        assert oracle.spans[-1].config == last
+        assert oracle.samples >= simulate_intervals("reactive", trace, small, cost=cost).samples
 
 
 def test_other_nonsense_is_refused() -> None:

@@ -103,6 +103,29 @@ def test_the_widest_table_is_cut_nowhere_at_100_columns() -> None:
     assert all(whole.count(name) == 2 for name in names[1:3])
 
 
+@pytest.mark.parametrize("width", [80, 60])
+def test_narrow_terminals_have_the_other_columns_below(width: int) -> None:
+    causes = ("waiting", "start", "intra_stage", "inter_stage", "pipeline", "restart", "rollback", "redo")
+    spans = tuple(Span(100.0 * index, 100.0 * index + 100.0, CONFIG, 0.0, cause) for index, cause in enumerate(causes))
+    busy = Span(800.0, 1000.0, CONFIG, 123456.0)
+    names = ("liveput", "ondemand", "elastic_restart", "bound")
+    results = tuple(
+        PolicyResult(name, "here", "toy", seed, 1000.0, (*spans, busy), (), samples, 3.6e8, name == "ondemand")
+        for name in names
+        for seed, samples in ((0, 2.4e7), (1, 2.5e7))
+    )
+    comparison = Comparison(results, PRICES, 1024, {"accounting": "job"})
+    narrow, wide = text(comparison, width), text(comparison)
+    assert "\u2026" not in narrow and max(map(len, narrow.splitlines())) <= width
+
+    def cells(printed: str) -> list[str]:
+        """Return all cells of one policy's rows but its name."""
+        rows = [line.split() for line in printed.splitlines()]
+        return [cell for row in rows if row[:1] == ["elastic_restart"] for cell in row[1:]]
+
+    assert cells(narrow) == cells(wide) and len(cells(wide)) > 15
+
+
 def test_notes_are_told_once() -> None:
     runs = (result("liveput", 800.0, notes=("as it is",)), result("fixed", 700.0, notes=("as it is", "slow")))
     lines = text(Comparison(runs)).splitlines()
