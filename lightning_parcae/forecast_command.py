@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from lightning_parcae.simulation.forecasts import TraceForecasts
 
 _DEFAULT = "last_value,events,arima,auto"
-_BAR_AFTER_S = 1.0
 
 _EPILOG = """\
 forecasters: last_value (nothing changes: the yardstick, always there), events (rates learned from the past),
@@ -72,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
     from lightning_parcae.simulation.forecasts import compare_forecasters, known_forecasters
     from lightning_parcae.simulation.outputs import check_outputs
     from lightning_parcae.simulation.plots import check_figure_path, save_figure
+    from lightning_parcae.simulation.progress import progress_bar
     from lightning_parcae.simulation.tables import terminal
 
     forecasters = known_forecasters(options.forecaster)
@@ -84,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         files.insert(0, ("--json", options.json))
     check_outputs(files, inputs=options.trace)
     traces = read_traces(options.trace, segment=options.segment)
-    with _progress_bar("forecasting", terminal(stderr=True)) as progress:
+    with progress_bar("forecasting", terminal(stderr=True)) as progress:
         compared = compare_forecasters(
             traces,
             forecasters,
@@ -171,28 +167,3 @@ def _plot_paths(path: Path | None, num_traces: int) -> list[Path]:
     if path is None or num_traces == 1:
         return [] if path is None else [path]
     return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, num_traces + 1)]
-
-
-@contextmanager
-def _progress_bar(text: str, console: Console) -> Iterator[Callable[[float, int], None]]:
-    """Offer something to call with what is done; it becomes a bar when that takes long and somebody is watching."""
-    bar: Progress | None = None
-    started = time.monotonic()
-
-    def tell(done: float, total: int) -> None:
-        nonlocal bar
-        if bar is None:
-            if not console.is_terminal or time.monotonic() - started < _BAR_AFTER_S:
-                return
-            from rich.progress import Progress as NewProgress
-
-            bar = NewProgress(console=console, transient=True)
-            bar.add_task(text, total=total)
-            bar.start()
-        bar.update(bar.task_ids[0], completed=done)
-
-    try:
-        yield tell
-    finally:
-        if bar is not None:
-            bar.stop()

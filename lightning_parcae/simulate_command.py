@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from lightning_parcae.simulation.result import Prices
 
 #: Always simulated: what the others are measured against.
 _YARDSTICKS = ("ondemand", "bound")
 _DEFAULT = "liveput,reactive,checkpoint"
-_BAR_AFTER_S = 1.0
 # More instances than an example needs.
 _MANY = 1000
 _MOST_SEEDS = 10_000
@@ -103,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     from lightning_parcae.simulation.compare import chosen_policies, known_policies, read_traces, resampled, simulate
     from lightning_parcae.simulation.outputs import check_outputs
     from lightning_parcae.simulation.plots import check_figure_path, plot_comparison, save_figure
+    from lightning_parcae.simulation.progress import progress_bar
     from lightning_parcae.simulation.tables import show, terminal
 
     if options.list:
@@ -123,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
         files.insert(0, ("--json", options.json))
     check_outputs(files, inputs=(*options.trace, options.profile))
     traces = read_traces(options.trace, segment=options.segment)
-    with _progress_bar("simulating", terminal(stderr=True)) as progress:
+    with progress_bar("simulating", terminal(stderr=True)) as progress:
         comparison = simulate(
             traces,
             options.profile,
@@ -275,30 +272,3 @@ def _show_lists(console: Console) -> None:
         terms = known_terms(accounting).items()
         values = ((name, "chosen by the model" if value is None else f"{value:g}") for name, value in terms)
         show(f"terms with --accounting {accounting} (--term NAME=VALUE) and their defaults", values)
-
-
-@contextmanager
-def _progress_bar(text: str, console: Console) -> Iterator[Callable[[float, int], None]]:
-    """Offer something to call with what is done; it becomes a bar when that takes long and somebody is watching."""
-    bar: Progress | None = None
-    started = time.monotonic()
-
-    def tell(done: float, total: int) -> None:
-        nonlocal bar
-        if bar is None:
-            if not console.is_terminal or time.monotonic() - started < _BAR_AFTER_S:
-                return
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as NewProgress
-
-            parts = (TextColumn(text), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            bar = NewProgress(*parts, console=console, transient=True)
-            bar.add_task(text, total=total)
-            bar.start()
-        bar.update(bar.task_ids[0], completed=done)
-
-    try:
-        yield tell
-    finally:
-        if bar is not None:
-            bar.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -10,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from lightning_parcae import simulate_command
 from lightning_parcae.cli import main
 
 _PLAIN = ["--workers", "1", "--policy", "liveput"]
@@ -195,18 +192,3 @@ def test_an_unknown_policy_lists_those_there_are(capsys: pytest.CaptureFixture[s
     first, *lines = capsys.readouterr().err.strip().splitlines()
     assert first.startswith("parcae simulate: there is no policy 'luck'")
     assert "liveput" in [line.split()[0] for line in lines]
-
-
-def test_a_bar_shows_only_where_somebody_watches_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown(*, is_terminal: bool, after_s: float) -> str:
-        monkeypatch.setattr(simulate_command, "_BAR_AFTER_S", after_s)
-        stream = io.StringIO()
-        console = Console(file=stream, force_terminal=is_terminal, width=80)
-        with simulate_command._progress_bar("simulating", console) as tell:
-            tell(0.5, 4)
-            tell(2, 4)
-        return stream.getvalue()
-
-    assert "simulating" in shown(is_terminal=True, after_s=0.0)
-    assert shown(is_terminal=True, after_s=1e9) == ""
-    assert shown(is_terminal=False, after_s=0.0) == ""
