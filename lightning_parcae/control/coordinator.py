@@ -18,6 +18,7 @@ tested against random events.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -96,6 +97,7 @@ MIN_BUSY_TIMEOUT_S = 60.0
 MIN_FORMATION_TIMEOUT_S = 30.0
 MIN_BYTES_PER_S = 20e6
 MIN_APART_S = 2.0
+MAX_EARLY_S = 30.0
 PREPARED_KEY = "prepared/"
 
 EXIT_STATE_LOST = 3
@@ -427,8 +429,9 @@ class Coordinator:
 
     def _on_notice(self, name: str, message: Notice) -> None:
         instance = self._instances[name]
-        if not instance.leaving:
-            leaves_at = None if message.grace_s is None else self._now + message.grace_s
+        leaves_at = None if message.grace_s is None else self._now + message.grace_s
+        known = instance.leaves_at if instance.leaving else math.inf
+        if known is not None and (leaves_at is None or leaves_at < known):  # a nearer end replaces one further off
             self._instances.give_notice(name, leaves_at)
             self._history.noticed(self._now, name, leaves_at)
             self._record("notice", instance=name, grace_s=message.grace_s)
@@ -788,10 +791,10 @@ class Coordinator:
             return
         if any(self._instances[name].finished for name in self._active):
             return
-        staying = [name for name in self._active if not self._instances[name].leaving]
+        going = self._going()
+        staying = [name for name in self._active if name not in going]
         spares = self._spares()
         config = config_for(self._table, len(staying) + len(spares))
-        going = [name for name in self._active if self._instances[name].leaving]
         if config is None:
             if going:
                 self._say(f"{', '.join(going)} will go, but too few instances would be left: going on until then")
@@ -800,8 +803,6 @@ class Coordinator:
         passengers = [name for name in self._active if name not in placed]
         if config == layout.config and not going and not passengers:
             return
-        if going and config.num_instances <= layout.config.num_instances and not any(map(self._is_due, going)):
-            return  # they train on; whoever comes until then takes their places with the same migration
         if going:
             reason = f"{', '.join(going)} will be taken away"
         elif config != layout.config:
@@ -809,13 +810,31 @@ class Coordinator:
         else:
             reason = f"{', '.join(passengers)} become spares"
         joiners = self._joiners_for(config, staying)
-        self._prepare(reason, members=[*self._active, *joiners], joiners=joiners)
+        attempt = self._prepare(reason, members=[*self._active, *joiners], joiners=joiners)
+        attempt.going = frozenset(going)
 
-    def _is_due(self, name: str) -> bool:
-        """Return whether an instance with a notice must hand over now."""
+    def _going(self) -> list[str]:
+        """Return the active instances with a notice that give their places away with the next planned generation.
+
+        They train on until they are due; who is due soon goes with whoever is due.
+        """
+        noticed = [name for name in self._active if self._instances[name].leaving]
+        if not any(map(self._is_due, noticed)):
+            return []
+        return [name for name in noticed if self._is_due(name, within_s=MAX_EARLY_S)]
+
+    def _is_due(self, name: str, *, within_s: float = 0.0) -> bool:
+        """Return whether an instance with a notice must hand over now, or within some time."""
         leaves_at = self._instances[name].leaves_at
         reserve_s = self._hand_over.reserve_s(self._now, self._newest_step())
-        return leaves_at is None or reserve_s is None or self._now >= leaves_at - reserve_s
+        return leaves_at is None or reserve_s is None or self._now >= leaves_at - reserve_s - within_s
+
+    def _must_go(self, attempt: Attempt, name: str) -> bool:
+        """Return whether a member gets no place in what an attempt forms, if it can be helped."""
+        instance = self._instances[name]
+        if instance.leaving and name in self._active and not instance.released:
+            return name in attempt.going or self._is_due(name)
+        return not instance.is_usable
 
     def _newest_step(self) -> int:
         return max((self._instances[name].step for name in self._active), default=0)
@@ -830,7 +849,7 @@ class Coordinator:
         """
         if attempt.urgent or self._layout is None or not self._active or attempt.first_stopped_at is not None:
             return
-        staying = [name for name in self._active if not self._instances[name].leaving]
+        staying = [name for name in self._active if not self._must_go(attempt, name)]
         config = config_for(self._table, len(staying) + len(self._spares()))
         joiners = [] if config is None else self._joiners_for(config, staying)
         more = [name for name in joiners if name not in attempt.asked]
@@ -838,6 +857,7 @@ class Coordinator:
             attempt.members = [*attempt.members, *more]
             attempt.asked |= set(more)
             attempt.joiners |= set(more)
+            self._record("invited", generation=attempt.generation, instances=more)
             self._send_all(more, self._prepare_of(attempt))
 
     def _prepare(
@@ -985,7 +1005,7 @@ class Coordinator:
             spec=spec,
             table=self._table,
             standpoint=standpoint,
-            leaving=[name for name in attempt.members if not self._instances[name].is_usable],
+            leaving=[name for name in attempt.members if self._must_go(attempt, name)],
             num_spares=len(self._instances.usable(besides=attempt.members)),
             passengers_rank=attempt.urgent or not standpoint.at_boundary,
         )

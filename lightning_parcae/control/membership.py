@@ -84,6 +84,7 @@ class Attempt:
         members: Who must stop for it and is alive; the active ones first, by rank.
         asked: Its members as a set, for quick look-ups, until it is committed.
         joiners: Those members that enter the job with it.
+        going: Active members with a notice that give their places away with it, though they are not due yet.
         prepared_at: When the Prepare was sent.
         cause: What broke the generation before, if something did.
         lost: Who died, for ``cause == "death"``.
@@ -108,6 +109,7 @@ class Attempt:
     cause: Cause | None = None
     lost: list[str] = field(default_factory=list)
     was_formed: bool = False
+    going: frozenset[str] = frozenset()
     rollback: str | None = None
     acks: dict[str, Ack] = field(default_factory=dict)
     first_stopped_at: float | None = None

@@ -551,17 +551,65 @@ def test_a_long_notice_is_used() -> None:
     assert job.layout.order == ("a", "c")
 
 
-def test_a_joiner_that_makes_the_job_larger_is_not_kept_waiting_by_a_notice() -> None:
+def test_joiners_that_make_the_job_larger_are_not_kept_waiting_by_a_long_notice() -> None:
     job = started("a", "b")
     train(job, 10)
     job.say("b", Notice(120.0))
     train(job, 5)
     job.join("c")
     assert job.phase == "running"  # it will take b's place
-    job.join("d", "e")
-    assert job.prepare_of("a").members == ["a", "b", "c", "d", "e"]
+    job.join("d")
+    job.reconfigure()
+    assert str(job.layout.config) == "2x2" and "b" in job.layout.order
+    job.join("e")
+    train(job, 75)
+    assert job.prepare_of("b").members == ["a", "b", "c", "d", "e"]
     job.acknowledge()
     assert str(job.layout.config) == "2x2" and "b" not in job.layout.order
+
+
+def test_a_nearer_end_replaces_one_further_off() -> None:
+    for second in (Notice(), Notice(20.0)):
+        job = started("a", "b")
+        job.join("c")
+        train(job, 10)
+        job.say("b", Notice(300.0))
+        train(job, 3)
+        assert job.phase == "running"
+        job.say("b", second)
+        assert job.prepare_of("b").members == ["a", "b", "c"]
+        assert [record["grace_s"] for record in job.recorded("notice")] == [300.0, second.grace_s]
+    job = started("a", "b")
+    job.join("c")
+    train(job, 10)
+    job.say("b", Notice(60.0))
+    job.say("b", Notice(300.0))  # the first one holds
+    train(job, 16)
+    assert job.prepare_of("b").members == ["a", "b", "c"]
+    assert len(job.recorded("notice")) == 1
+
+
+def test_a_repair_keeps_the_replica_of_a_long_notice() -> None:
+    job = started("a", "b", "c", "d")
+    train(job, 10)
+    job.say("d", Notice(300.0))
+    job.join("e")
+    job.kill("b")
+    job.acknowledge("a", "c", "d", at_boundary=False)
+    job.form("a", "c", "d")
+    job.acknowledge()
+    assert "d" in job.layout.order and str(job.layout.config) == "2x2"
+
+
+def test_who_is_not_due_stays_when_another_goes() -> None:
+    job = started("a", "b", "c", "d")
+    job.join("e")
+    train(job, 10)
+    job.say("c", Notice(400.0))
+    job.say("d", Notice(49.0))
+    train(job, 5)
+    job.acknowledge()
+    assert set(job.layout.order) == {"a", "b", "c", "e"}
 
 
 def test_a_long_notice_is_no_reason_to_wait_with_a_repair() -> None:
