@@ -199,7 +199,7 @@ class FaultScript:
                     action: Action = "notice" if notice_s > 0 else "kill"
                     # the warning comes before the loss that the trace records, but not before the node is there
                     when = max(added_at_s, at_s - notice_s)
-                    script._append(FaultEvent(action, _NODE + node, at_s=when, grace_s=notice_s))
+                    script._append(FaultEvent(action, _NODE + node, at_s=when, grace_s=at_s - when))
             for node in change.get("add", ()):
                 if max_instances is None or len(alive) < max_instances:
                     alive[node] = at_s

@@ -83,6 +83,6 @@ def test_traces() -> None:
     ]
     warned = FaultScript.from_trace(trace, time_scale=60.0, notice_s=30.0, max_instances=2)
     assert warned.events == [
-        FaultEvent("notice", "node:b", at_s=0.0, grace_s=30.0),
+        FaultEvent("notice", "node:b", at_s=0.0, grace_s=2.0),  # it goes when the trace says so
         FaultEvent("add", at_s=3.0, node="d"),
     ]

@@ -205,9 +205,9 @@ class JobProfile:
         best = min(allowed, key=free.stage_memory_bytes, default=None)
         found = "none is allowed by the limits"
         if best is not None:
-            found = f"the least that one needs is {free.stage_memory_bytes(best) / _GIB:.2f} GiB, as {best}"
+            found = f"the least that one needs is {free.stage_memory_bytes(best) / _GIB:.3g} GiB, as {best}"
         return (
-            f"no configuration fits into the memory of an instance ({base.memory_bytes / _GIB:.2f} GiB): {found}, "
+            f"no configuration fits into the memory of an instance ({base.memory_bytes / _GIB:.3g} GiB): {found}, "
             "by what the layers have shown (state, gradients and activations of the fullest stage). Use smaller "
             "micro-batches, recompute='always', more stages or larger devices; or say with device_memory=... (GiB) "
             "that there is more"
