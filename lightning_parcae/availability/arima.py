@@ -126,7 +126,7 @@ class ArimaForecaster:
     def forecast(self, history: ArrayLike, *, horizon: int, capacity: int) -> Forecast:
         """See :class:`Forecaster`."""
         counts = cleaned(history, capacity)
-        recent = _without_spikes(counts[-self._window :].astype(np.float64))
+        recent = without_spikes(counts[-self._window :].astype(np.float64))
         laws = (NOTHING,) * horizon
         if len(recent) < self._min_points:
             self.problem = f"only {len(recent)} of at least {self._min_points} intervals are known"
@@ -209,7 +209,7 @@ def _least_squares(values: Floats, order: _Order, horizon: int) -> tuple[Floats,
     return means, errors
 
 
-def _without_spikes(values: Floats) -> Floats:
+def without_spikes(values: Floats) -> Floats:
     """Remove dips and spikes of up to three intervals after which the old value is back."""
     result = values.copy()
     for size in range(_LONGEST_SPIKE, 0, -1):

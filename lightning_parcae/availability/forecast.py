@@ -190,6 +190,12 @@ class EventRates:
     prior_sizes: tuple[float, ...] = (0.5, 0.25, 0.15, 0.1)
     memory: int | None = None
 
+    @classmethod
+    def for_intervals(cls, interval_s: float) -> EventRates:
+        """Return the default for intervals of some length; the prior was learned from traces cut into minutes."""
+        minutes, plain = interval_s / 60.0, cls()
+        return cls(prior_intervals=plain.prior_intervals / minutes, prior_rate=min(plain.prior_rate * minutes, 0.5))
+
     def forecast(self, history: ArrayLike, *, horizon: int, capacity: int) -> Forecast:
         """See :class:`Forecaster`."""
         return Forecast((self.law(history, capacity=capacity),) * horizon, self.name)

@@ -37,8 +37,6 @@ _SCORED_HORIZON = 12
 _SHOWN_HORIZON = 10
 # Scored forecasts that are remembered; a planner that takes over replays as many intervals.
 _SCORES = 240
-# What the job is expected to meet before it has met anything: what was learned from public traces, cut into minutes.
-_PRIOR_INTERVAL_S = 60.0
 _NOISE = 0.02
 _EXACT_NOISE = 0.002
 # Replicas that save the state may cost much speed, so that slower configurations matter than where all is replicated.
@@ -160,11 +158,7 @@ class JobPlanner:
     ) -> None:
         self.settings = settings if settings is not None else PlannerSettings()
         self.model = model
-        minutes = self.settings.interval_s / _PRIOR_INTERVAL_S
-        plain = EventRates()
-        self._events = EventRates(
-            prior_intervals=plain.prior_intervals / minutes, prior_rate=min(plain.prior_rate * minutes, 0.5)
-        )
+        self._events = EventRates.for_intervals(self.settings.interval_s)
         self._candidates = (self._events, *candidates)
         self._chooser: ForecastChooser | None = None
         self._num_seen = 0

@@ -65,7 +65,6 @@ _PRUNE_BELOW = 0.5
 _NOISE = 0.002
 _STAYS_HORIZON = 12
 _SURE_OF_LIMIT = 20  # intervals with the most instances ever seen
-_PRIOR_INTERVAL_S = 60.0  # what the prior of the event rates is per
 _BAND_EVERY = 5
 _BAND_AHEAD = 10
 # The oracle's matrices grow with the square of the configurations: beyond so many only the fast ones count.
@@ -576,11 +575,7 @@ class _LawSource:
         if name not in ("events", "last_value", "arima", "auto"):
             raise ValueError(f"there is no forecaster {name!r}; known are events, last_value, arima and auto")
         self._name = name
-        minutes = interval_s / _PRIOR_INTERVAL_S
-        plain = EventRates()
-        self._events = EventRates(
-            prior_intervals=plain.prior_intervals / minutes, prior_rate=min(plain.prior_rate * minutes, 0.5)
-        )
+        self._events = EventRates.for_intervals(interval_s)
         self._arima = ArimaForecaster()
         self._chooser: ForecastChooser | None = None
         self._chooser_capacity = 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_parcae.availability.arima import without_spikes
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.replay import MembershipStep, Running, best_possible
 from lightning_parcae.planning.space import ConfigSpace
@@ -27,7 +28,6 @@ Floats = NDArray[np.float64]
 HORIZON = 10  # the artifact's default
 # How many intervals of history it takes to look so many ahead, where it is not as many.
 _HISTORY = {14: 17, 7: 8, 5: 10}
-_LONGEST_OUTLIER = 3
 _MOST_CHANGE = 3  # from the first interval of a forecast on
 _LEAST_SHARE = 0.25  # 8 of 32
 _PENALTIES = ((10, 0.5), (5, 0.75))  # a rise or fall of so many instances: what is expected of more of it
@@ -61,7 +61,7 @@ class PublishedForecast:
         if len(history) < length:
             return (MembershipStep(now, 0, 0),) * horizon
         raw = np.asarray(history[-length:], dtype=np.float64)
-        window = monotone_tail(without_outliers(raw))
+        window = monotone_tail(without_spikes(raw))
         self._punish(window)
         forecast = np.full(horizon, window[-1])
         if np.ptp(window) > 0:
@@ -91,17 +91,6 @@ class PublishedForecast:
             MembershipStep(before, max(after - before, 0), max(before - after, 0))
             for before, after in zip([now, *counts[:-1]], counts, strict=True)
         )
-
-
-def without_outliers(values: Floats) -> Floats:
-    """Remove dips and spikes of up to three intervals after which the old value is back."""
-    result = values.copy()
-    for size in range(_LONGEST_OUTLIER, 0, -1):
-        for start in range(len(result) - size - 1):
-            inner = result[start + 1 : start + size + 1]
-            if result[start] == result[start + size + 1] and (inner != result[start]).all():
-                result[start + 1 : start + size + 1] = result[start]
-    return result
 
 
 def monotone_tail(values: Floats) -> Floats:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_parcae.availability import arima
-from lightning_parcae.availability.arima import ArimaForecaster, _least_squares, _without_spikes
+from lightning_parcae.availability.arima import ArimaForecaster, _least_squares, without_spikes
 from lightning_parcae.availability.forecast import NOTHING, Forecaster
 
 AWKWARD: dict[str, list[float]] = {
@@ -307,7 +307,7 @@ def test_an_interrupted_fit_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_short_spikes_are_removed() -> None:
     values = np.array([5.0, 3, 5, 5, 8, 9, 7, 5, 2, 2, 2, 2, 5])
-    assert _without_spikes(values).tolist() == [5, 5, 5, 5, 5, 5, 5, 5, 2, 2, 2, 2, 5]
+    assert without_spikes(values).tolist() == [5, 5, 5, 5, 5, 5, 5, 5, 2, 2, 2, 2, 5]
 
 
 @pytest.mark.parametrize("wrong", [{"window": 5}, {"min_points": 3}, {"pause": 0}])

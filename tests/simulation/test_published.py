@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from lightning_parcae.availability.arima import without_spikes
 from lightning_parcae.planning.cost import MeasuredCost
 from lightning_parcae.planning.parallel_config import ParallelConfig
 from lightning_parcae.planning.profile import ThroughputProfile
@@ -18,7 +19,6 @@ from lightning_parcae.simulation.published import (
     arima_110,
     monotone_tail,
     planned_ahead,
-    without_outliers,
 )
 
 RATES = {(1, 2): 4.0, (1, 3): 5.0, (2, 2): 6.0, (2, 3): 8.0, (3, 2): 8.5}
@@ -36,7 +36,7 @@ SPACE = ConfigSpace(PROFILE, MeasuredCost(layer_bytes=(10,) * 6), max_instances=
     ],
 )
 def test_outliers_of_up_to_three_intervals_vanish(values: list[float], cleaned: list[float]) -> None:
-    assert without_outliers(np.array(values, dtype=float)).tolist() == cleaned
+    assert without_spikes(np.array(values, dtype=float)).tolist() == cleaned
 
 
 @pytest.mark.parametrize(
